@@ -101,8 +101,7 @@ INNER = {
         "vocabulary_of_tokenizer",
         "backends.grammar.trial": "GrammarTrial TrialError",
         "hf.refusals": "precision_note",
-        "model.prepared": "IMAGE_FORMATS ids_of vocabulary_of",
-        "model.supports": "unwrap",
+        "model.prepared": "IMAGE_FORMATS ids_of",
     },
     "cli": {
         "announcements": "contention_now",

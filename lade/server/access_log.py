@@ -23,11 +23,7 @@ _LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING, "opentelemetry": l
 class AccessLog(logging.Handler):
     """Writes log lines, each with time and level; also those of libraries, see `listening`.
 
-    Args:
-        write: function that takes a line.
-        as_json: True for lines of JSON.
-        debug: True to log probes and all of the library's messages.
-        clock: returns the time in seconds.
+    With `debug` it logs probes, too, and all of the library's messages.
     """
 
     def __init__(
@@ -78,18 +74,15 @@ class AccessLog(logging.Handler):
         """Log the work since the last line, if it is due and anything was decoded."""
         if snapshot is None or self._clock() < self._next:
             return
-        self._next, last, self._last = self._clock() + EVERY_S, self._last, snapshot
-        new = snapshot.new_tokens - (last.new_tokens if last else 0)
-        steps = snapshot.steps - (last.steps if last else 0)
-        prompt = snapshot.prompt_tokens - (last.prompt_tokens if last else 0)
-        cached = snapshot.cached_tokens - (last.cached_tokens if last else 0)
-        if new:
+        new = snapshot if self._last is None else snapshot.since(self._last)
+        self._next, self._last = self._clock() + EVERY_S, snapshot
+        if new.new_tokens:
             facts = {
-                "rows": snapshot.rows,
-                "waiting": snapshot.waiting,
-                "tokens_per_s": round(new / EVERY_S, 1),
-                "tokens_per_step": round(new / steps, 2) if steps else 0.0,
-                "cached": round(cached / prompt, 2) if prompt else 0.0,
+                "rows": new.rows,
+                "waiting": new.waiting,
+                "tokens_per_s": round(new.new_tokens / EVERY_S, 1),
+                "tokens_per_step": round(new.new_tokens / new.steps, 2) if new.steps else 0.0,
+                "cached": round(new.cached_tokens / new.prompt_tokens, 2) if new.prompt_tokens else 0.0,
             }
             self._line("info", facts)
 
@@ -127,10 +120,9 @@ def facts_of(context: RequestContext) -> dict[str, Any]:
         "status": context.status,
         "ms": round(1e3 * context.seconds),
     }
-    in_flight = context.in_flight
-    if in_flight is None:
+    if not context.endpoint:
         return facts
-    handles = in_flight.handles
+    handles = context.handles
     steps = sum(handle.stats.steps for handle in handles)
     accepted = sum(handle.stats.accepted_tokens for handle in handles)
     queued = [handle.queue_s for handle in handles if handle.queue_s is not None]
@@ -140,9 +132,9 @@ def facts_of(context: RequestContext) -> dict[str, Any]:
         "cached": sum(handle.cached_tokens for handle in handles),
         "answer": sum(handle.stats.new_tokens for handle in handles),
         "queue_ms": round(1e3 * max(queued, default=0.0)),
-        "first_ms": None if in_flight.first_s is None else round(1e3 * in_flight.first_s),
+        "first_ms": None if context.first_s is None else round(1e3 * context.first_s),
         "tokens_per_step": round(accepted / steps, 2) if steps else None,
-        "end": in_flight.outcome,
+        "end": context.outcome,
     }
 
 

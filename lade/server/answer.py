@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
@@ -25,53 +25,37 @@ from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import (
-    CLIENT_CLOSED,
     ClientDisconnectedError,
     RequestContext,
     timeout_of,
-    until_disconnect,
 )
 from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
-from lade.server.serialization import EventStream, Json
+from lade.server.serialization import STREAM_HEADERS, Json
 from lade.server.service import Service, Serving
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
 from lade.server.structured_output import UntriedGrammarError, check_ends, requested_grammar
 
 
 class Preprocessor(ABC):
-    """Converts a request body to inputs of the engine.
-
-    Attributes:
-        parses_markup: True if answers have the markup of messages, whose tags may be special tokens.
-        prompt_count: number of prompts.
-        top_logprobs, prompt_logprobs: numbers of alternatives per token of answer and prompt; None for no logprobs.
-    """
+    """Converts a request body to inputs of the engine."""
 
     body: BaseRequest
-    parses_markup = False
+    parses_markup = False  # True if answers have the markup of messages, whose tags may be special tokens
     prompt_count = 1
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    top_logprobs: int | None = None  # number of alternatives per token of the answer; None for no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt
 
     @abstractmethod
     def prompts(self, serving: Serving) -> Iterable[EncodedPrompt]:
-        """Yield the prompts to continue. Called in a worker thread.
-
-        Raises:
-            ApiError: a prompt is invalid.
-        """
+        """Yield the prompts to continue, in a worker thread; raise `ApiError` for an invalid one."""
 
     def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser | MarkupParser:
         """Return the parser of an answer to a prompt."""
         return PlainParser()
 
     def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
-        """Return the grammar of an answer and the field that sets it; None if unconstrained.
-
-        Raises:
-            ApiError: the constraint cannot be served.
-        """
+        """Return an answer's grammar and the field that sets it, or None; raise `ApiError` for a wrong one."""
         return requested_grammar(self.body)
 
 
@@ -122,23 +106,32 @@ class ChunkFormatter(Formatter):
     """Writes an answer in the envelopes of OpenAI's completions APIs: a whole answer, or a stream of chunks."""
 
     id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    """`object` of a whole answer."""
-    chunk_kind: ClassVar[str]
-    """`object` of a chunk."""
+    kind: ClassVar[str]  # `object` of a whole answer
+    chunk_kind: ClassVar[str]  # `object` of a chunk
 
     @abstractmethod
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """Return the JSON of a whole choice."""
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """Return the members of a whole choice that have its text and its logprobs."""
 
     @abstractmethod
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the JSON of a part of a choice."""
+    def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the same members of a part of a choice."""
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        ends = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": choice.index, **self.message(choice), **ends, **self._ids(choice.tokens)}
+
+    def _delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        made = self.increment(choice, delta)
+        return {"index": choice.index, **made, "finish_reason": None, **self._ids(delta.tokens)}
+
+    def _ids(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self.output.body.return_token_ids else {}
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
         output = self.output
-        own = {"choices": list(map(self.choice, output.choices)), "usage": output.usage(), "lade": output.figures()}
+        own = {"choices": list(map(self._choice, output.choices)), "usage": output.usage(), "lade": output.figures()}
         return {**self._head(self.kind), **own, **output.metrics()}
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
@@ -157,11 +150,11 @@ class ChunkFormatter(Formatter):
             if self.output.body.lade.trace:
                 members = {"tokens": step.tokens, "texts": delta.texts, "sources": step.sources, "fed": step.fed}
                 trace = {"lade": members}
-            yield self.chunk(self.delta(choice, delta), **trace)
+            yield self.chunk(self._delta(choice, delta), **trace)
             return
         if delta.parts:
-            yield self.chunk(self.delta(choice, delta))
-        end = {**self.delta(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
+            yield self.chunk(self._delta(choice, delta))
+        end = {**self._delta(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
         if choice.stop_reason is not None:
             end["stop_reason"] = choice.stop_reason
         yield self.chunk(end, lade=choice.figures)
@@ -191,11 +184,7 @@ class ChunkFormatter(Formatter):
 class Answer:
     """Submits the choices of one request and sends them.
 
-    Args:
-        request: the HTTP request.
-        preprocessor: converts its body.
-        make_formatter: returns the formatter of its API.
-        sent: the body as the client sent it, if to another API than the preprocessor's; None for the same.
+    `sent` is the body as the client sent it, if to another API than the preprocessor's.
     """
 
     def __init__(
@@ -210,23 +199,21 @@ class Answer:
         self._context = RequestContext.of(request.scope)
         self._output = RequestOutput(self._service, self._body, self._context.id)
         self._formatter, self._sent = make_formatter(self._output), sent or self._body
-        self._in_flight = self._service.track(self._context, self._formatter.endpoint)
+        self._service.track(self._context, self._formatter.endpoint)
         self._headers: dict[str, str] = {}
         self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     async def response(self) -> Response:
         """Return the response: whole, a stream, or an error."""
-        request = self._request
         try:
             async with asyncio.timeout(self._time_left()):
-                await until_disconnect(request, self._submit())
+                await self._submit()
                 if self._body.stream:
-                    return EventStream(self._events(), self._headers)
-                return await until_disconnect(request, self._whole())
-        except ClientDisconnectedError:
-            return Response(status_code=CLIENT_CLOSED)
+                    headers = {**STREAM_HEADERS, **self._headers}
+                    return StreamingResponse(self._events(), media_type="text/event-stream", headers=headers)
+                return await self._whole()
         except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
-            return self._failed(problem).response(request.scope)
+            return self._failed(problem).response(self._request.scope)
 
     def _time_left(self) -> float | None:
         """Return the seconds until the deadline, at which the request is aborted; None without one."""
@@ -237,16 +224,16 @@ class Answer:
         why = f"the answer was not complete within {seconds:g} s: ask for fewer tokens, or give it a longer timeout"
         again = {"x-should-retry": "false"}  # clients would begin it again by themselves
         error = ApiError(504, TIMEOUT, why, code="deadline_exceeded", headers=again)
-        self._in_flight.call_later(left, self._in_flight.abort, error)
+        self._context.call_later(left, self._context.abort, error)
         return left
 
     def _failed(self, problem: Exception) -> ApiError:
-        problem = self._in_flight.aborted or problem
-        self._in_flight.problem = f"{type(problem).__name__}: {problem}"
+        problem = self._context.aborted or problem
+        self._context.problem = f"{type(problem).__name__}: {problem}"
         error = error_for(problem, self._context.id)
-        if error.status == 500 and any(handle.failed_alone for handle in self._in_flight.handles):
+        if error.status == 500 and any(handle.failed_alone for handle in self._context.handles):
             self._service.failed.add(self._context.owner, self._body)
-        self._in_flight.outcome = "error" if error.status == 500 else "rejected"
+        self._context.outcome = "error" if error.status == 500 else "rejected"
         field = (error.param or "").partition("[")[0].partition(".")[0]
         error.param = self._formatter.field_names.get(field, error.param)
         return error
@@ -263,7 +250,7 @@ class Answer:
             running = sum(len(each.slots) for each in self._service.in_flight if each.owner == owner)
             self._service.quotas.take(owner, limits, count, running)
         for _ in range(count):
-            self._in_flight.slots.append(self._serving.engine.reserve())
+            self._context.slots.append(self._serving.engine.reserve())
         try:
             choices = await self._service.in_worker(self._context.size, self._prepare)
         except UntriedGrammarError:  # raised before the first choice is submitted, as all share the grammar
@@ -296,7 +283,7 @@ class Answer:
         if body.prediction is not None:
             predicted = serving.model.ids(body.prediction.text, add_special_tokens=False)
             self._output.predicted = predicted[: serving.context]
-        choices, slots = list[Choice](), iter(list(self._in_flight.slots))
+        choices, slots = list[Choice](), iter(list(self._context.slots))
         for prompt in self._prompts():
             if not prompt.ids:
                 raise invalid(None, "the prompt has no tokens: send a longer one")
@@ -317,7 +304,7 @@ class Answer:
     def _prompts(self) -> list[EncodedPrompt]:
         prompts = list[EncodedPrompt]()
         for prompt in self._preprocessor.prompts(self._serving):
-            if self._in_flight.outcome is not None:
+            if self._context.outcome is not None:
                 raise ClientDisconnectedError
             prompts.append(prompt)
         return prompts
@@ -361,11 +348,11 @@ class Answer:
                     yield None
                     continue
                 number, step = found
-                if step is not None:
-                    self._in_flight.saw_token()
+                if self._context.first_s is None and step is not None:
+                    self._context.first_s = self._context.seconds
                 yield choices[number], choices[number].finish() if step is None else choices[number].take(step)
-        self._in_flight.outcome = choices[0].finish_reason
-        self._in_flight.predictions = self._output.predictions()
+        self._context.outcome = choices[0].finish_reason
+        self._context.predictions = self._output.predictions()
 
     async def _whole(self) -> Response:
         async for _ in self._deltas(None):
@@ -384,8 +371,8 @@ class Answer:
             async with aclosing(self._deltas(self._service.settings.ping_s)) as deltas:
                 async for found in deltas:
                     if found is None:
-                        if self._in_flight.aborted is not None:  # and the engine does not end its row
-                            raise self._in_flight.aborted
+                        if self._context.aborted is not None:  # and the engine does not end its row
+                            raise self._context.aborted
                         yield formatter.ping()
                         continue
                     for event in () if begun else formatter.first():

@@ -19,11 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
 from lade.server.errors import ApiError, error_response
-from lade.server.failures import LONGEST_BODY
-from lade.server.middleware import AuthMiddleware, BodyMiddleware
+from lade.server.middleware import AuthMiddleware
 from lade.server.request_context import RequestContextMiddleware
 from lade.server.routes import router
 from lade.server.service import Service
@@ -91,9 +90,7 @@ def build_app(service: Service) -> FastAPI:
     settings = service.settings
     if settings.page:
         mount_page(app)
-    kept = 0 if settings.crash_dump is None else LONGEST_BODY
     # the middleware added last runs first
-    app.add_middleware(BodyMiddleware, most_bytes=lambda: service.max_body, wanted=_wants_body, longest_kept=kept)
     app.add_middleware(AuthMiddleware, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
         app.add_middleware(
@@ -107,11 +104,6 @@ def build_app(service: Service) -> FastAPI:
     return app
 
 
-def _wants_body(scope: Scope) -> bool:
-    """Return True if a route reads the body: unknown routes get 404 before their body is read."""
-    return scope["method"] == "POST" and any(route.matches(scope)[0] is Match.FULL for route in router.routes)
-
-
 def _known(path: str) -> str:
     """Return the route's path, which bounds the number of metric labels."""
     scope = {"type": "http", "path": path, "root_path": "", "method": "GET", "headers": []}
@@ -119,9 +111,6 @@ def _known(path: str) -> str:
         if route.matches(scope)[0] is not Match.NONE:
             return str(getattr(route, "path", "other"))
     return "other"
-
-
-_ASKED_BY = (b"host", b"localhost")
 
 
 @dataclass
@@ -141,20 +130,14 @@ class Reply:
 async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
     """Send a request to an application whose service has been started; cancelling it disconnects the client."""
     content = json.dumps(dict(body)).encode()  # with NaN and lone surrogates, which the handlers refuse
-    headers = [_ASKED_BY, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": "POST",
-        "scheme": "http",
         "path": path,
-        "raw_path": path.encode(),
         "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": None,
-        "server": None,
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
     messages = [{"type": "http.request", "body": content, "more_body": False}]
     reply = Reply()

@@ -35,11 +35,7 @@ class Images:
         self._count = self._pixels = 0
 
     def read(self, url: str, place: str) -> Any:
-        """Return the image of a URL such as `data:image/png;base64,iVBOR...`, in RGB.
-
-        Raises:
-            ApiError: not a data URL or image, too large, too many images, or Pillow is missing.
-        """
+        """Return the image of a URL such as `data:image/png;base64,iVBOR...`, in RGB; raise `ApiError` for another."""
         head, comma, data = url.partition(",")
         if not head.startswith("data:") or not comma or not head.endswith(";base64"):
             raise unsupported(place, "image URLs are not fetched: send  data:image/png;base64,...")
@@ -149,11 +145,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in self._text
 
     def encode(self, body: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the ids of a conversation, and the arguments of `generate` for its images.
-
-        Raises:
-            ApiError: there is no template, it raises, or it cannot render the content.
-        """
+        """Return its ids, and arguments of `generate` for its images; raise `ApiError` for what cannot be rendered."""
         if not self._text:
             why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")
@@ -161,7 +153,12 @@ class ChatTemplate:
         contents = [each.content for each in body.messages if isinstance(each.content, list)]
         if any(part.type == "image_url" for parts in contents for part in parts):
             with self._image_lock:  # also bounds the memory of decoded images
-                return self._with_images(self._messages(body), arguments)
+                messages, encode = self._messages(body), self._model.encode_images
+                assert encode is not None  # else the image was refused
+                try:
+                    return encode(messages, arguments)
+                except Exception as problem:
+                    raise _rejected(problem) from problem
         messages = self._messages(body)
         try:
             return self._apply(messages, arguments), {}
@@ -187,15 +184,6 @@ class ChatTemplate:
         variables = {**tokenizer.special_tokens_map, **arguments}
         rendered: Any = render_jinja_template([list(map(dict, messages))], chat_template=template, **variables)
         return str(rendered[0][0])
-
-    def _with_images(self, messages: Messages, arguments: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
-        encode = self._model.encode_images
-        if encode is None:
-            raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
-        try:
-            return encode(messages, arguments)
-        except Exception as problem:
-            raise _rejected(problem) from problem
 
     def _arguments(self, body: ChatRequest) -> dict[str, Any]:
         given = body.chat_template_kwargs or {}

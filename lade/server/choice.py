@@ -20,16 +20,11 @@ from lade.stats import Step
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """An encoded prompt.
-
-    Attributes:
-        media: further arguments of `generate`, such as pixels and their positions.
-        text: the rendered prompt, special tokens included; "" if nothing depends on it.
-    """
+    """An encoded prompt."""
 
     ids: list[int]
-    media: Mapping[str, Any] = field(default_factory=dict)
-    text: str = ""
+    media: Mapping[str, Any] = field(default_factory=dict)  # arguments of `generate`: pixels and their positions
+    text: str = ""  # rendered, with special tokens; "" if nothing depends on it
 
 
 @dataclass(frozen=True)
@@ -48,31 +43,21 @@ class ChoiceDelta:
 
 @dataclass
 class Choice:
-    """One choice of an answer: its inputs, and what it has so far.
+    """One choice of an answer: its inputs, and what it has so far."""
 
-    Attributes:
-        index: index among the choices of the request.
-        stop_token_ids: ids of the request that end the answer.
-        silent: True if only the prompt is wanted, so that the engine's one token is dropped.
-        predicted_tokens: number of tokens drafted from the predicted output.
-        reasoning_tokens: number of tokens emitted within reasoning.
-        finish_reason: "stop", "length" or "tool_calls"; None before the end.
-        stop_reason: the request's stop text or id that ended the answer, or None.
-    """
-
-    index: int
+    index: int  # among the choices of the request
     prompt: EncodedPrompt
     handle: Handle
     parser: PlainParser | MarkupParser
-    stop_token_ids: frozenset[int] = frozenset()
-    silent: bool = False
+    stop_token_ids: frozenset[int] = frozenset()  # of the request
+    silent: bool = False  # only the prompt is wanted, so that the engine's one token is dropped
     deltas: list[ChoiceDelta] = field(default_factory=list)
     parts: Parts = field(default_factory=Parts)
     tokens: list[int] = field(default_factory=list)
-    predicted_tokens: int = 0
-    reasoning_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    predicted_tokens: int = 0  # drafted from the predicted output
+    reasoning_tokens: int = 0  # emitted within reasoning
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls"; None before the end
+    stop_reason: str | int | None = None  # the request's stop text or id that ended the answer
 
     def take(self, step: Step) -> ChoiceDelta:
         """Add a step."""
@@ -89,11 +74,7 @@ class Choice:
         return self._added(ChoiceDelta(parts, step, texts))
 
     def finish(self) -> ChoiceDelta:
-        """End the choice and return held-back text.
-
-        Raises:
-            ApiError: the engine cancelled the request.
-        """
+        """End the choice and return held-back text; raise `ApiError` if the engine cancelled the request."""
         reason = self.handle.reason
         if reason == "cancelled":
             raise overloaded("the engine was closed: retry the request", "engine_closed")
@@ -137,24 +118,16 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class RequestOutput:
-    """The choices of one request.
+    """The choices of one request."""
 
-    Attributes:
-        serving: the model and its engine, set when the request is accepted.
-        choices: the choices, by prompt; empty until they are submitted.
-        predicted: ids of the predicted output; None for none.
-        seed: seed of choice 0.
-        key: random part of the answer's ids.
-    """
-
-    serving: Serving
+    serving: Serving  # set when the request is accepted
 
     def __init__(self, service: Service, body: BaseRequest, request_id: str) -> None:
         self.service, self.body, self.request_id = service, body, request_id
-        self.choices: list[Choice] = []
-        self.predicted: list[int] | None = None
+        self.choices: list[Choice] = []  # by prompt; empty until they are submitted
+        self.predicted: list[int] | None = None  # ids of the predicted output
         self.seed = first_seed(body)
-        self.key = secrets.token_hex(16)
+        self.key = secrets.token_hex(16)  # part of the answer's ids
         self.created = int(time.time())
 
     def usage(self) -> dict[str, Any]:
@@ -204,18 +177,12 @@ ItemKind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class OutputItem:
-    """An output item: a stretch of the answer of one kind.
+    """An output item: a stretch of the answer of one kind."""
 
-    Attributes:
-        index: index among the items of the answer.
-        text: text so far; the arguments as JSON for a call.
-        call: the tool call without its arguments; None for other kinds.
-    """
-
-    index: int
+    index: int  # among the items of the answer
     kind: ItemKind
-    text: str = ""
-    call: ToolCall | None = None
+    text: str = ""  # so far; the arguments as JSON for a call
+    call: ToolCall | None = None  # without its arguments; None for other kinds
     ended: bool = False
 
 

@@ -16,7 +16,7 @@ from lade.server.schemas import ChatRequest, CompletionRequest
 from lade.server.served_model import ServedModel, TextOffsets, TokenText, finite
 from lade.server.service import Serving
 from lade.server.settings import MAX_ECHOED
-from lade.server.structured_output import CHAT_NAMES, FormatNames, message_grammar, requested_calls, requested_grammar
+from lade.server.structured_output import RESPONSE_FORMAT, message_grammar, requested_calls, requested_grammar
 from lade.stats import Step, TokenLogprobs
 
 
@@ -83,32 +83,19 @@ class CompletionFormatter(ChunkFormatter):
                 ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}
                 yield self.chunk({"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids})
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `ChunkFormatter.choice`."""
-        body = self._body
-        echo = choice.prompt.text if body.echo else ""
-        ids = {"prompt_token_ids": choice.prompt.ids, "token_ids": choice.tokens} if body.return_token_ids else {}
-        return {
-            "index": choice.index,
-            "text": echo + choice.parts.content,
-            "logprobs": self._formatted_logprobs(choice, choice.steps, first=True),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **ids,
-        }
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """See `ChunkFormatter.message`."""
+        echo = choice.prompt.text if self._body.echo else ""
+        logprobs = self._formatted_logprobs(choice, choice.steps, first=True)
+        ids = {"prompt_token_ids": choice.prompt.ids} if self._body.return_token_ids else {}
+        return {"text": echo + choice.parts.content, "logprobs": logprobs, **ids}
 
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """See `ChunkFormatter.delta`."""
+    def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """See `ChunkFormatter.increment`."""
         first = delta is choice.deltas[0]
         echo = choice.prompt.text if first and self._echoes_logprobs else ""
-        steps = [] if delta.step is None else [delta.step]
-        return {
-            "index": choice.index,
-            "text": echo + delta.parts.content,
-            "logprobs": self._formatted_logprobs(choice, steps, first=first) if steps else None,
-            "finish_reason": None,
-            **({"token_ids": delta.tokens} if self._body.return_token_ids else {}),
-        }
+        logprobs = None if delta.step is None else self._formatted_logprobs(choice, [delta.step], first=first)
+        return {"text": echo + delta.parts.content, "logprobs": logprobs}
 
     def _formatted_logprobs(self, choice: Choice, steps: Sequence[Step], *, first: bool) -> LogprobLists | None:
         """Return the logprobs of the next steps; those of an echoed prompt precede the first step's."""
@@ -122,8 +109,7 @@ class CompletionFormatter(ChunkFormatter):
         return {name: [*echoed.get(name, ()), *values] for name, values in own.items()}
 
 
-LogprobLists = dict[str, list[Any]]
-"""Logprobs of `/v1/completions`: lists of equal length."""
+LogprobLists = dict[str, list[Any]]  # logprobs of `/v1/completions`: lists of equal length
 
 
 class CompletionLogprobs:
@@ -159,17 +145,13 @@ class CompletionLogprobs:
 
 
 class ChatPreprocessor(Preprocessor):
-    """Renders a conversation by the chat template; one prompt.
-
-    Raises:
-        ApiError: the request's `generation_config` is invalid.
-    """
+    """Renders a conversation by the chat template; one prompt."""
 
     body: ChatRequest
     parses_markup = True
 
-    def __init__(self, body: ChatRequest, names: FormatNames = CHAT_NAMES) -> None:
-        self._names = names
+    def __init__(self, body: ChatRequest, format_field: str = RESPONSE_FORMAT) -> None:
+        self._format_field = format_field
         self.body = with_generation_config(body)
         self.top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
@@ -186,7 +168,7 @@ class ChatPreprocessor(Preprocessor):
     def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
         """See `Preprocessor.grammar`; tool calls follow their schemas where these can be compiled."""
         body, grammars, markup = self.body, serving.grammars, serving.markup
-        form, param = requested_grammar(body, self._names) or (None, "tool_choice")
+        form, param = requested_grammar(body, self._format_field) or (None, "tool_choice")
         if form is None and body.tool_choice in (None, "auto", "none"):
             continues = body.ignore_eos or body.min_tokens
             if not body.tools or continues or not grammars.available or markup.has_other_reasoning:
@@ -207,10 +189,6 @@ class ChatFormatter(ChunkFormatter):
     endpoint = "chat"
     id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, output: RequestOutput) -> None:
-        super().__init__(output)
-        self._returns_ids = output.body.return_token_ids
-
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
         return {**super().whole(), **self._prompt_ids(self.output.choices[0])}
@@ -224,36 +202,23 @@ class ChatFormatter(ChunkFormatter):
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         """Return the ids of the prompt where vLLM has them: beside the choices, which share it."""
-        return {"prompt_token_ids": choice.prompt.ids} if self._returns_ids else {}
+        return {"prompt_token_ids": choice.prompt.ids} if self.output.body.return_token_ids else {}
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `ChunkFormatter.choice`."""
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """See `ChunkFormatter.message`."""
         parts = choice.parts
         calls = {"tool_calls": [call.whole for call in parts.tool_calls]} if parts.tool_calls else {}
         message = {"role": "assistant", "refusal": None, **_texts(parts), **calls}
         if not parts.content:
             message["content"] = None if parts.tool_calls else ""
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.steps),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **({"token_ids": choice.tokens} if self._returns_ids else {}),
-        }
+        return {"message": message, "logprobs": self._logprobs(choice.steps)}
 
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """See `ChunkFormatter.delta`."""
+    def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """See `ChunkFormatter.increment`."""
         members = _texts(delta.parts)
         if delta.parts.tool_calls:
             members["tool_calls"] = [call.delta for call in delta.parts.tool_calls]
-        return {
-            "index": choice.index,
-            "delta": members,
-            "logprobs": self._logprobs([] if delta.step is None else [delta.step]),
-            "finish_reason": None,
-            **({"token_ids": delta.tokens} if self._returns_ids else {}),
-        }
+        return {"delta": members, "logprobs": self._logprobs([] if delta.step is None else [delta.step])}
 
     def _logprobs(self, steps: list[Step]) -> dict[str, Any] | None:
         """Return the logprobs of all tokens of some steps, each with its alternatives."""

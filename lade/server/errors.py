@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from fastapi import Request
@@ -24,31 +25,20 @@ INVALID_SCHEMA = "invalid_schema"
 _MAX_SHOWN = 60
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An error response.
+    """An error response."""
 
-    Args:
-        status: HTTP status.
-        kind: one of the error types above.
-        message: the problem and its remedy.
-        param: path of the field in question, such as `messages[2].content`.
-        code: machine-readable name of the case.
-        headers: those to add to the response.
-    """
+    status: int
+    kind: str  # one of the error types above
+    message: str  # the problem and its remedy
+    _: KW_ONLY
+    param: str | None = None  # path of the field in question, such as `messages[2].content`
+    code: str | None = None  # machine-readable name of the case
+    headers: Mapping[str, str] | None = None  # to add to the response
 
-    def __init__(
-        self,
-        status: int,
-        kind: str,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.message = status, kind, message
-        self.param, self.code, self.headers = param, code, dict(headers or {})
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
@@ -152,11 +142,10 @@ def _fit(kind: str) -> int:
 def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
     """Return path and value of an error, without the names of union branches in its location."""
     value, names = body, list[str | int]()
-    location = [part for part in found["loc"] if part != "body"]
-    for number, part in enumerate(location, start=1):
+    for number, part in enumerate(found["loc"], start=1):
         if _has(value, part):
             value = value[part]
-        elif found["type"] != "missing" or number < len(location):
+        elif found["type"] != "missing" or number < len(found["loc"]):
             continue
         names.append(part if isinstance(part, int) else part[:_MAX_SHOWN])
     return names, value

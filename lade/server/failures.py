@@ -33,30 +33,25 @@ from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 
-SET_UP = frozenset(
-    [
-        ("lade.backends.cuda_graphs.buffers", "record"),
-        ("lade.tuning.cost_cache", "measure_step_cost"),
-        ("torch._dynamo.convert_frame", "__call__"),
-        ("triton.compiler.compiler", "compile"),
-    ]
-)
+SET_UP = {
+    ("lade.backends.cuda_graphs.buffers", "record"),
+    ("lade.tuning.cost_cache", "measure_step_cost"),
+    ("torch._dynamo.convert_frame", "__call__"),
+    ("triton.compiler.compiler", "compile"),
+}
 """Modules and functions that do what is done once: capture, measure and compile passes. Their time does not count."""
 
 
 class Watchdog:
     """Watches the decoding thread of an engine.
 
-    Only the time of one piece of work counts, such as one pass, however long a request takes.
-
-    Attributes:
-        limit_s: seconds that a piece of work may take, set-up aside; 0 for no limit. It may be set at any time.
-        reason: description of the work that takes too long; "" if none does.
+    Only the time of one piece of work counts, such as one pass, however long a request takes. `limit_s` is what it may
+    take, set-up aside, 0 for no limit; it may be set at any time.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = perf_counter) -> None:
         self.limit_s, self._clock = limit_s, clock
-        self.reason = ""
+        self.reason = ""  # describes the work that takes too long
         self._began: float | None = None  # of the work that is watched
         self._looked = self._set_up_s = 0.0
 
@@ -94,8 +89,7 @@ def described(work: CurrentWork) -> str:
     return f"phase {work.phase}, tokens of prompt + answer of each row: {rows or '-'}\n{stack.rstrip()}"
 
 
-FINISHED = 32
-"""Number of ended requests that are kept."""
+FINISHED = 32  # number of ended requests that are kept
 LONGEST_BODY = 2**20
 """Bytes up to which the body of a request is kept; of a longer one the dump has the size alone."""
 
@@ -111,13 +105,11 @@ class DumpedRequest(msgspec.Struct):
 
 
 def _recorded(context: RequestContext) -> dict[str, Any]:
-    at = context.in_flight
-    assert at is not None  # only those of the engine are dumped
     return {
         "received": datetime.fromtimestamp(context.received_ns / 1e9, UTC).isoformat(),
-        "state": "running" if at.outcome is None else "failed" if at.problem else "done",
+        "state": "running" if context.outcome is None else "failed" if context.problem else "done",
         **facts_of(context),
-        "error": at.problem,
+        "error": context.problem,
         "bytes": context.size,
         "body": json.loads(context.body or b"null", object_hook=_bare),
     }
@@ -139,7 +131,7 @@ class CrashDump:
 
     def add(self, context: RequestContext, route: str) -> None:
         """Keep an answer that has ended, whatever its route."""
-        if context.in_flight is not None:
+        if context.endpoint:
             self._finished.append(_recorded(context))
 
     def write(self, kind: str, reason: str, details: str, running: Iterable[RequestContext]) -> None:
@@ -166,11 +158,7 @@ class CrashDump:
 
 
 def read_dump(path: Path) -> list[DumpedRequest]:
-    """Return the requests of a dump in the order of arrival.
-
-    Raises:
-        InputError: the file cannot be read, or is no dump.
-    """
+    """Return the requests of a dump in the order of arrival; raise `InputError` if the file is no dump."""
     try:
         _, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return msgspec.convert(lines, list[DumpedRequest])
@@ -181,9 +169,7 @@ def read_dump(path: Path) -> list[DumpedRequest]:
 class FailedRequests:
     """Remembers requests whose passes failed, so that clients' retries do not make all others' texts be fed again.
 
-    Attributes:
-        known: time of the last failure and number of failures by digest. Digesting a large body takes milliseconds, so
-            nothing is checked while there are none.
+    Digesting a large body takes milliseconds, so nothing is checked while there are none.
     """
 
     TRIES = 2  # failures after which a request is refused
@@ -191,7 +177,7 @@ class FailedRequests:
     MOST = 256  # requests that are remembered; the oldest are forgotten first
 
     def __init__(self) -> None:
-        self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # last time, and number of failures
 
     def check(self, owner: str, body: object) -> None:
         """Raise `ApiError` for a request that has failed too often."""

@@ -34,15 +34,11 @@ _LIMIT = re.compile(rf"({'|'.join(each.name for each in fields(KeyLimits))})=([1
 
 @dataclass(frozen=True)
 class Key:
-    """An API key: its name in logs, and the secret that clients send.
-
-    Attributes:
-        named: True if the name comes from the file or the environment; otherwise it has the key's number.
-    """
+    """An API key: its name in logs, and the secret that clients send."""
 
     name: str
     secret: str = field(repr=False)
-    named: bool = True
+    named: bool = True  # in the file or the environment; otherwise the name has the key's number
     limits: KeyLimits = NO_LIMITS
 
     @property

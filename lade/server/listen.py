@@ -167,16 +167,11 @@ SWITCH_S = 1e-3
 """Thread switch interval in seconds. At Python's default of 5 ms the decoding thread would wait that long for every
 answer being written.
 """
-_ABORT_GRACE_S = 2.0
-"""Time for aborted answers to send their error event."""
+_ABORT_GRACE_S = 2.0  # time for aborted answers to send their error event
 
 
 def run(service: Service, listening: socket.socket) -> int:
-    """Serve until a signal, a failed load or an engine failure; return the exit code.
-
-    Raises:
-        Exception: the exception that kept the model from being loaded.
-    """
+    """Serve until a signal or a failure of the engine; return the exit code, or raise why no model was loaded."""
     raise_file_limit()
     server = Server(service)
     before = sys.getswitchinterval()
@@ -216,9 +211,6 @@ class Server(uvicorn.Server):
 
     After the first signal new requests are refused and `/ready` reports it, over connections that stay open; uvicorn
     would close them. Once the last answer has ended or timed out, uvicorn shuts down as usual.
-
-    Attributes:
-        ends_at: the time by which running answers have to end, on the `perf_counter` clock; None before a signal.
     """
 
     def __init__(self, service: Service) -> None:
@@ -236,7 +228,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
-        self.ends_at: float | None = None
+        self.ends_at: float | None = None  # when running answers have to end; None before a signal
         self._left = 0  # answers in flight when the shutdown began: those refused since are none
         self._aborted = self._told = self._dying = False
 

@@ -118,11 +118,7 @@ Messages = list[dict[str, Any]]
 
 
 def as_chat(request: CountRequest) -> ChatRequest:
-    """Convert to a chat request.
-
-    Raises:
-        ApiError: a block cannot be rendered, or a feature is not supported.
-    """
+    """Convert to a chat request; raise `ApiError` for blocks and features that are not supported."""
     for name, remedy in _REFUSED.items():
         if (request.model_extra or {}).get(name):
             raise unsupported(name, remedy)

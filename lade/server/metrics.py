@@ -6,7 +6,6 @@ import platform
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from lade.server.request_context import InFlightRequest, RequestContext
+from lade.server.request_context import RequestContext
 from lade.serving.snapshot import EngineSnapshot
 from lade.stats import Step
 from lade.version import __version__
@@ -53,29 +52,14 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "prefill_seconds": ("Seconds of prefill.", lambda now: now.prefill_s),
 }
 
-_SUMS = (
-    "requests", "prompt_tokens", "cached_tokens", "new_tokens", "displacements", "passes", "steps",
-    "resting_steps", "fed_tokens", "sources", "acceptance", "prefill_s", "decode_s", "forward_s",
-)  # fmt: skip
-
 
 class Metrics:
-    """All series of one server, in a registry of its own.
-
-    Args:
-        snapshot: function that returns the engine's snapshot; None before there is an engine.
-        ready: function that returns True if requests are accepted.
-        replica: value of the replica label; "" for a single server.
-
-    Attributes:
-        info: labels of `lade_info` besides the versions.
-        compiled: histogram of the time that grammars take to compile.
-    """
+    """All series of one server, in a registry of its own; with a replica's name all have it as a label."""
 
     def __init__(
         self, model: str, snapshot: Callable[[], EngineSnapshot | None], ready: Callable[[], bool], replica: str = ""
     ) -> None:
-        self.info: dict[str, str] = {}
+        self.info: dict[str, str] = {}  # labels of `lade_info` besides the versions
         self._labels = {"replica": replica} if replica else {}
         self._model, self._snapshot, self._ready = model, snapshot, ready
         self._registry = CollectorRegistry()
@@ -106,27 +90,27 @@ class Metrics:
     def add(self, context: RequestContext, known_path: str) -> None:
         """Count an answer; `known_path` is a route's path, which bounds the number of labels."""
         self._responses.labels(self._model, known_path, str(context.status)).inc()
-        if context.in_flight is not None:
-            self._add_in_flight(context.in_flight, context.seconds)
+        if context.endpoint:
+            self._add_decoded(context)
             if context.key != "-":
-                self._add_for_key(context.key, context.in_flight)
+                self._add_for_key(context)
 
-    def _add_for_key(self, key: str, in_flight: InFlightRequest) -> None:
-        self._key_requests.labels(self._model, key, in_flight.outcome).inc()
+    def _add_for_key(self, context: RequestContext) -> None:
+        self._key_requests.labels(self._model, context.key, context.outcome).inc()
         for kind, tokens in (
-            ("prompt", sum(handle.prompt_tokens for handle in in_flight.handles)),
-            ("generation", sum(handle.stats.new_tokens for handle in in_flight.handles)),
+            ("prompt", sum(handle.prompt_tokens for handle in context.handles)),
+            ("generation", sum(handle.stats.new_tokens for handle in context.handles)),
         ):
-            self._key_tokens.labels(self._model, key, kind).inc(tokens)
+            self._key_tokens.labels(self._model, context.key, kind).inc(tokens)
 
-    def _add_in_flight(self, in_flight: InFlightRequest, seconds: float) -> None:
-        self._requests.labels(self._model, in_flight.endpoint, in_flight.outcome).inc()
-        if in_flight.first_s is not None:
-            self._first.observe(in_flight.first_s)
-            self._whole.observe(seconds)
-        for outcome, tokens in zip(("accepted", "rejected"), in_flight.predictions, strict=True):
+    def _add_decoded(self, context: RequestContext) -> None:
+        self._requests.labels(self._model, context.endpoint, context.outcome).inc()
+        if context.first_s is not None:
+            self._first.observe(context.first_s)
+            self._whole.observe(context.seconds)
+        for outcome, tokens in zip(("accepted", "rejected"), context.predictions, strict=True):
             self._predicted.labels(self._model, outcome).inc(tokens)
-        for handle in in_flight.handles:
+        for handle in context.handles:
             if handle.queue_s is not None:
                 self._queued.observe(handle.queue_s)
             if handle.stats.new_tokens == 0:
@@ -140,10 +124,6 @@ class Metrics:
     def text(self) -> bytes:
         """Return all series in Prometheus' text format."""
         return generate_latest(_Labelled(self._registry, self._labels))
-
-    def describe(self) -> list[Metric]:
-        """Return nothing, so that registration does not collect."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """Yield the series that are read from the engine."""
@@ -184,15 +164,6 @@ def _series(
     for labels, value in samples:
         made.add_metric(list(labels.values()), value)
     return made
-
-
-def since(before: EngineSnapshot, now: EngineSnapshot) -> EngineSnapshot:
-    """Return a snapshot whose totals are relative to an earlier one."""
-    values: dict[str, Any] = {}
-    for name in _SUMS:
-        old, new = getattr(before, name), getattr(now, name)
-        values[name] = {key: new[key] - old.get(key, 0) for key in new} if isinstance(new, Mapping) else new - old
-    return replace(now, **values)
 
 
 class _Labelled:

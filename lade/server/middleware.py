@@ -1,4 +1,4 @@
-"""Middleware: authorization, and request bodies of bounded size."""
+"""Authorization, and request bodies of bounded size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lade.server import errors
 from lade.server.errors import ApiError, invalid, overloaded
+from lade.server.failures import LONGEST_BODY
 from lade.server.keys import Key, Keys
 from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
 from lade.server.serialization import TooManyValuesError, decoded
@@ -26,8 +27,7 @@ from lade.server.settings import PROBES, Settings
 
 T = TypeVar("T")
 
-OPEN = PROBES - {"/metrics"}
-"""Paths that need no key, for orchestrators."""
+OPEN = PROBES - {"/metrics"}  # paths that need no key, for orchestrators
 PAGE = "/page"
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
@@ -99,8 +99,7 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN or scope["method"] == "OPTIONS" or (page and scope["method"] in _SAFE)
 
 
-_SECONDS = 30.0
-"""Time that a client has to send a whole body."""
+_SECONDS = 30.0  # time that a client has to send a whole body
 _DISCARDED = 8
 """Multiple of the size limit up to which an oversized body is read and discarded: clients still sending when the
 connection is closed would miss the answer.
@@ -110,83 +109,65 @@ _MAX_HELD = 16
 """Limit on all bodies in memory, in units of the size limit of one; small bodies are exempt."""
 
 
-class BodyMiddleware:
-    """ASGI middleware that reads the request body before the route sees it.
+async def _read(request: Request) -> bytes:
+    """Read the body of a request.
 
-    Browsers send forms and plain text across origins without a preflight, but not JSON. So a content type is required.
-
-    Args:
-        most_bytes: returns the maximum size, which may change when the model is loaded.
-        wanted: predicate of a scope: True if its route reads a body.
-        longest_kept: size in bytes up to which a body is kept in the request's context.
+    Raises:
+        ApiError: it is not JSON by its headers, too large, or too slow.
+        ClientDisconnectedError: the client has disconnected.
     """
+    service: Service = request.app.state.service
+    most = service.max_body
+    _check_headers(request.headers, most)
+    try:
+        body = await asyncio.wait_for(_received(request, service, most), _SECONDS)
+    except TimeoutError:
+        why = f"the body was not received within {_SECONDS:g} s"
+        raise ApiError(408, errors.INVALID, why, code="request_timeout") from None
+    if service.settings.crash_dump is not None and len(body) <= LONGEST_BODY:
+        RequestContext.of(request.scope).body = body
+    return body
 
-    def __init__(
-        self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool], longest_kept: int = 0
-    ) -> None:
-        self._app, self._most_bytes, self._wanted, self._longest_kept = app, most_bytes, wanted, longest_kept
-        self._held = 0  # bytes of all bodies in memory
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its whole body, or refuse it."""
-        if scope["type"] != "http" or not self._wanted(scope):
-            await self._app(scope, receive, send)
-            return
-        context = RequestContext.of(scope)
-        try:
-            await self._forward(context, scope, receive, send)
-        finally:
-            self._held -= context.size
+async def _received(request: Request, service: Service, most: int) -> bytes:
+    context, parts, size, more = RequestContext.of(request.scope), list[bytes](), 0, True
+    while more and size <= _DISCARDED * most:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        part, more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        if size <= most:
+            parts.append(part)
+            context.size += len(part)
+            service.body_bytes += len(part)
+        if context.size > SMALL and service.body_bytes > _MAX_HELD * most:
+            why = "large requests in progress use all memory for bodies: retry later"
+            raise overloaded(why, "too_many_bytes", close=True)
+    if size > most:
+        raise _too_large(most)
+    return b"".join(parts)
 
-    async def _forward(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            whole = await asyncio.wait_for(self._whole(context, Headers(scope=scope), receive), _SECONDS)
-        except TimeoutError:
-            why = f"the body was not received within {_SECONDS:g} s"
-            whole = ApiError(408, errors.INVALID, why, code="request_timeout")
-        if isinstance(whole, ApiError):
-            await whole.response(scope)(scope, receive, send)
-        elif whole is not None:
-            context.body = whole if len(whole) <= self._longest_kept else b""
-            await self._app(scope, _replayed(whole, receive), send)
 
-    async def _whole(self, context: RequestContext, headers: Headers, receive: Receive) -> bytes | ApiError | None:
-        """Return the body; None if the client has disconnected."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            why = f"content-type is {kind or 'missing'}: send JSON with the header  content-type: application/json"
-            return ApiError(415, errors.INVALID, why, code="unsupported_media_type")
-        coding = headers.get("content-encoding", "identity").lower()
-        if coding != "identity":
-            why = f"content-encoding {coding[:20]} is not supported: send the body uncompressed"
-            return ApiError(415, errors.INVALID, why, code="unsupported_media_type")
-        most = self._most_bytes()
-        length = headers.get("content-length", "0")
-        if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * most:
-            return _too_large(most)
-        parts, size = list[bytes](), 0
-        while size <= _DISCARDED * most:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part = message.get("body", b"")
-            size += len(part)
-            if size <= most:
-                parts.append(part)
-                context.size += len(part)
-                self._held += len(part)
-            if context.size > SMALL and self._held > _MAX_HELD * most:
-                why = "large requests in progress use all memory for bodies: retry later"
-                return overloaded(why, "too_many_bytes", close=True)
-            if not message.get("more_body"):
-                return b"".join(parts) if size <= most else _too_large(most)
-        return _too_large(most)
+def _check_headers(headers: Headers, most: int) -> None:
+    """Check type and size of a body. Browsers send other types than JSON across origins without a preflight."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        why = f"content-type is {kind or 'missing'}: send JSON with the header  content-type: application/json"
+        raise ApiError(415, errors.INVALID, why, code="unsupported_media_type")
+    coding = headers.get("content-encoding", "identity").lower()
+    if coding != "identity":
+        why = f"content-encoding {coding[:20]} is not supported: send the body uncompressed"
+        raise ApiError(415, errors.INVALID, why, code="unsupported_media_type")
+    length = headers.get("content-length", "0")
+    if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * most:
+        raise _too_large(most)
 
 
 class BodyRoute(APIRoute):
-    """Route that parses and validates the body before FastAPI does, in a worker thread if it is large.
+    """Route that reads and validates the body before FastAPI does, in a worker thread if it is large.
 
-    FastAPI would do both on the event loop.
+    FastAPI would read it whatever its size, validate it on the event loop, and go on after a disconnect.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -196,23 +177,26 @@ class BodyRoute(APIRoute):
             return handle
         adapter = TypeAdapter[Any](cast(Any, self.body_field.field_info.annotation))
 
-        async def checked(request: Request) -> Response:
+        async def checked(request: Request, raw: bytes) -> Response:
+            found = await in_worker_if_large(request, partial(_checked, adapter, raw))
+            return await handle(_Checked(request, found))
+
+        async def until_disconnected(request: Request) -> Response:
             try:
-                found = await in_worker_if_large(request, partial(_checked, adapter, await request.body()))
-                return await handle(_Checked(request, found))
+                return await until_disconnect(request, checked(request, await _read(request)))
             except ClientDisconnectedError:
                 return Response(status_code=CLIENT_CLOSED)
 
-        return checked
+        return until_disconnected
 
 
 async def in_worker_if_large(request: Request, work: Callable[[], T]) -> T:
-    """Run work for a request, in a worker thread if its body is large; see `until_disconnect`."""
+    """Run work for a request, in a worker thread if its body is large."""
     size = RequestContext.of(request.scope).size
     if size <= SMALL:
         return work()
     service: Service = request.app.state.service
-    return await until_disconnect(request, service.in_worker(size, work))
+    return await service.in_worker(size, work)
 
 
 class _Checked(Request):
@@ -247,13 +231,3 @@ def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
 def _too_large(most: int) -> ApiError:
     why = f"the body exceeds {most} bytes: send less, or start the server with a larger --max-body"
     return ApiError(413, errors.INVALID, why, code="request_too_large", headers={"Connection": "close"})
-
-
-def _replayed(whole: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that replays the body, followed by the client's disconnect."""
-    first = [{"type": "http.request", "body": whole, "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay

@@ -10,34 +10,28 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from lade.server.served_model import ServedModel
 
+_HEAD = re.compile(r'\s*(\{\s*(["}]|$)|$)')  # of a text that may be a call
+_NAME = re.compile(r'"name"\s*:\s*"(?:[^"\\]|\\.)*"')
+_ARGUMENTS = re.compile(r'"arguments"\s*:\s*(?=\{)')
 _MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-_SCALAR_END = re.compile(r"[\s,}\]]")
-_Reading = Generator[None]
-"""Coroutine that resumes with each new text and returns after what it parses."""
+_DECODER = json.JSONDecoder(strict=False)
 
 
 @dataclass
 class ToolCall:
-    """A tool call, or an increment of one.
+    """A tool call, or an increment of one."""
 
-    Attributes:
-        index: index among the tool calls of the answer.
-        arguments: arguments as JSON text.
-        id, name: id for the client and name of the function; "" in an increment of a call that has begun.
-    """
-
-    index: int
-    arguments: str = ""
-    id: str = ""
-    name: str = ""
+    index: int  # among the tool calls of the answer
+    arguments: str = ""  # as JSON
+    id: str = ""  # for the client; "" in an increment of a call that has begun
+    name: str = ""  # of the function; "" as well
 
     @property
     def whole(self) -> dict[str, Any]:
@@ -72,161 +66,82 @@ class Parts:
                 self.tool_calls.append(replace(call))
 
 
-class CallParser:
-    """Incremental parser of a tool call's JSON object; arguments are passed on verbatim.
+class StreamedCall:
+    """A tool call in progress: a JSON object, whose arguments are passed on verbatim once its name is known.
 
-    Attributes:
-        name: name of the function; None until it is complete.
-        has_arguments: True once the arguments have begun.
-        failed: True if the text is no call: not an object, or one without a name. Later text is ignored.
+    A call that has its arguments as a JSON string, or before its name, is returned when it is complete.
     """
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.has_arguments = self.ended = self.failed = False
-        self._rest, self._unsent = "", ""
-        self._reading = self._call()
-        next(self._reading)
-
-    def push(self, text: str) -> str:
-        """Parse more text and return the new part of the arguments; "" until the name is known."""
-        if self.ended or self.failed:
-            return ""
-        self._rest += text
-        try:
-            next(self._reading)
-        except StopIteration:
-            self.ended = True
-        except ValueError:
-            self.failed = True
-        if self.name is None:
-            return ""
-        new, self._unsent = self._unsent, ""
-        return new
-
-    def _call(self) -> _Reading:
-        yield from self._take("{")
-        while (yield from self._next()) != "}":
-            key = yield from self._string()
-            yield from self._take(":")
-            if key == "arguments" and not self.has_arguments:
-                yield from self._arguments()
-            elif key == "name" and self.name is None:
-                self.name = yield from self._string()
-            else:
-                yield from self._value(lambda _: None)
-            if (yield from self._next()) != "}":
-                yield from self._take(",")
-        if self.name is None:
-            raise ValueError("a call needs a name")
-
-    def _arguments(self) -> _Reading:
-        """Pass on an object verbatim; arguments written as a JSON string are decoded once complete."""
-        if (yield from self._next()) == "{":
-            self.has_arguments = True
-            yield from self._value(self._emit)
-            return
-        pieces = list[str]()
-        yield from self._value(pieces.append)
-        whole = "".join(pieces)
-        value = json.loads(whole, strict=False)
-        self.has_arguments = True
-        self._emit(value if isinstance(value, str) else whole)
-
-    def _emit(self, text: str) -> None:
-        self._unsent += text
-
-    def _string(self) -> Generator[None, None, str]:
-        pieces = list[str]()
-        if (yield from self._next()) != '"':
-            raise ValueError("expected a string")
-        yield from self._value(pieces.append)
-        return str(json.loads("".join(pieces), strict=False))
-
-    def _next(self) -> Generator[None, None, str]:
-        """Return the next non-space character without consuming it."""
-        while not (rest := self._rest.lstrip()):
-            self._rest = ""
-            yield
-        self._rest = rest
-        return rest[0]
-
-    def _take(self, mark: str) -> _Reading:
-        if (yield from self._next()) != mark:
-            raise ValueError(f"expected {mark}")
-        self._rest = self._rest[1:]
-
-    def _value(self, take: Callable[[str], None]) -> _Reading:
-        """Pass on a value of any type, piece by piece."""
-        if (yield from self._next()) not in '"{[':
-            yield from self._scalar(take)
-            return
-        depth, quoted = 0, False
-        while True:
-            seen = 0
-            for found in _MARKS.finditer(self._rest):
-                mark, seen = found[0], found.end()
-                if mark == '"':
-                    quoted = not quoted
-                elif not quoted:
-                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark, 0)
-                if depth <= 0 and not quoted:
-                    self._consume(seen, take)
-                    return
-            half = self._rest.endswith("\\") and seen < len(self._rest)  # the escaped character is still to come
-            self._consume(len(self._rest) - half, take)
-            yield
-
-    def _scalar(self, take: Callable[[str], None]) -> _Reading:
-        while True:
-            found = _SCALAR_END.search(self._rest)
-            self._consume(found.start() if found else len(self._rest), take)
-            if self._rest:
-                return
-            yield
-
-    def _consume(self, end: int, take: Callable[[str], None]) -> None:
-        take(self._rest[:end])
-        self._rest = self._rest[end:]
-
-
-class StreamedCall:
-    """A tool call in progress, streamed once its name is known and its arguments have begun."""
-
     def __init__(self, index: int, opening: str) -> None:
-        self._index, self._text = index, CallParser()
-        self._held: str | None = opening  # None once any of it was returned
-        self._is_call = False
+        self._index, self._opening = index, opening
+        self._text = ""  # of which nothing was returned yet
+        self._state: Literal["head", "arguments", "rest", "no call"] = "head"
+        self._depth, self._quoted = 0, False  # within the arguments
 
     def push(self, text: str) -> Parts:
         """Return the new parts; text that cannot be a call is content."""
-        arguments = self._text.push(text)
-        if self._held is None:
-            if not self._is_call:
-                return Parts(text)
+        self._text += text
+        if self._state == "head":
+            return self._begin()
+        if self._state == "arguments":
+            arguments = self._arguments()
             return Parts(tool_calls=[ToolCall(self._index, arguments)]) if arguments else Parts()
-        self._held += text
-        if self._text.failed:
-            return self._as_content("")
-        return self._begin(arguments) if self._text.name is not None and self._text.has_arguments else Parts()
+        return self._as_content("") if self._state == "no call" else Parts()
 
     def close(self, closing: str, *, cut: bool) -> Parts:
         """Return the parts at the end of the call, with its closing tag; an incomplete call is dropped if truncated."""
-        if self._held is None:
-            return Parts() if self._is_call else Parts(closing)
-        if self._text.ended:
-            return self._begin("{}")
-        if cut:
-            return Parts() if self._text.name is None else self._begin("")
-        return self._as_content(closing)
+        if self._state in ("arguments", "rest"):
+            return Parts()
+        if (call := _json_call(self._text)) is not None:
+            return Parts(tool_calls=[_tool_call(self._index, call)])
+        if not cut:
+            return self._as_content(closing)
+        name = _NAME.search(self._text)
+        if name is not None and (call := _json_call(self._text[: name.end()] + "}")) is not None:
+            return Parts(tool_calls=[ToolCall(self._index, "", _new_id(), call["name"])])
+        return Parts()
 
-    def _begin(self, arguments: str) -> Parts:
-        self._held, self._is_call = None, True
-        return Parts(tool_calls=[ToolCall(self._index, arguments, _new_id(), self._text.name or "")])
+    def _begin(self) -> Parts:
+        """Return the call once its name is known and its arguments have begun."""
+        if not _HEAD.match(self._text):
+            return self._as_content("")
+        found = _ARGUMENTS.search(self._text)
+        call = None if found is None else _json_call(self._text[: found.end()] + "{}}")
+        if found is None or call is None:
+            return Parts()
+        self._state, self._text = "arguments", self._text[found.end() :]
+        return Parts(tool_calls=[ToolCall(self._index, self._arguments(), _new_id(), call["name"])])
+
+    def _arguments(self) -> str:
+        """Return the text of the arguments so far, up to their end."""
+        end = 0
+        for found in _MARKS.finditer(self._text):
+            mark, end = found[0], found.end()
+            if mark == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted:
+                self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark, 0)
+            if self._depth == 0:
+                self._state = "rest"
+                return self._text[:end]
+        half = self._text.endswith("\\") and end < len(self._text)  # the escaped character is still to come
+        end = len(self._text) - half
+        text, self._text = self._text[:end], self._text[end:]
+        return text
 
     def _as_content(self, closing: str) -> Parts:
-        held, self._held = self._held or "", None
-        return Parts(held + closing)
+        text = f"{self._opening}{self._text}{closing}"
+        self._state, self._opening, self._text = "no call", "", ""
+        return Parts(text)
+
+
+def _json_call(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text begins with; None if it is incomplete or has no name."""
+    try:
+        call, _ = _DECODER.raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return None
+    return call if isinstance(call, dict) and isinstance(call.get("name"), str) else None
 
 
 logger = logging.getLogger(__name__)
@@ -234,10 +149,8 @@ logger = logging.getLogger(__name__)
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
 _JSON_CALL = {"type": "function", "function": "{content}"}
 """Response templates' description of a call written as `{"name": ..., "arguments": ...}`."""
-_MIN_PARTIAL_TAG = 5
-"""Minimum length of a partial tag that is nothing else."""
-_SPACES = r"\s{0,64}"
-"""Spaces around tags, dropped. The bound keeps the search linear."""
+_MIN_PARTIAL_TAG = 5  # minimum length of a partial tag that is nothing else
+_SPACES = r"\s{0,64}"  # spaces around tags, dropped. The bound keeps the search linear
 _THOUGHTS = {
     "open_pattern": f"{_SPACES}<think>{_SPACES}",
     "close_pattern": f"{_SPACES}</think>{_SPACES}",
@@ -339,7 +252,8 @@ class MarkupParser:
             if event["type"] != "region_close":
                 return Parts()
             calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-            return self._counted(Parts(tool_calls=[_call(self._calls + at, call) for at, call in enumerate(calls)]))
+            made = [_tool_call(self._calls + at, call.get("function", call)) for at, call in enumerate(calls)]
+            return self._counted(Parts(tool_calls=made))
         if self._written is None:
             self._written = StreamedCall(self._calls, self._marks[0])
         if event["type"] == "region_chunk":
@@ -364,9 +278,8 @@ class MarkupParser:
                 self.in_reasoning = event["type"] != "region_close"
 
 
-def _call(index: int, call: dict[str, Any]) -> ToolCall:
-    """Return a call parsed by a response template."""
-    function = call.get("function", call)
+def _tool_call(index: int, function: dict[str, Any]) -> ToolCall:
+    """Return a complete call."""
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(index, text, _new_id(), str(function.get("name", "")))

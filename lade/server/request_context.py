@@ -1,4 +1,4 @@
-"""Request context: id, log data, the in-flight request, disconnects."""
+"""Request context: id, log data, queue slots, disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lade.server.errors import internal, invalid
 from lade.server.keys import NO_LIMITS, KeyLimits
 from lade.server.settings import LONGEST_TIMEOUT_S
-from lade.serving.handle import Handle, QueueSlot
+from lade.serving.handle import Handle
+from lade.serving.scheduler import QueueSlot
 
 T = TypeVar("T")
 
@@ -69,33 +70,52 @@ def timeout_of(headers: Headers, given: float | None, limit: float | None) -> fl
     return min((each for each in (of_header, given, limit) if each is not None), default=None)
 
 
-class InFlightRequest:
-    """An in-flight request, from its queue slots to its last token.
+logger = logging.getLogger(__name__)
 
-    Attributes:
-        endpoint: name of the API, such as "chat" or "completions".
-        owner: tenant of the key, see `Key.owner`.
-        outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
-        aborted: exception with which the server ended the request; None if it did not.
-        problem: type and message of the exception that has ended the request; "" for none.
-        first_s: seconds until the first token; None before.
-        predictions: numbers of accepted and rejected tokens of the predicted output, set at the end.
-    """
+CLIENT_CLOSED = 499  # status in logs and metrics of an answer whose client disconnected
+_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
-    def __init__(self, endpoint: str, owner: str) -> None:
-        self.endpoint, self.owner = endpoint, owner
-        self.slots: list[QueueSlot] = []
-        self.outcome: str | None = None
-        self.aborted: Exception | None = None
-        self.problem = ""
-        self.first_s: float | None = None
-        self.predictions = (0, 0)
-        self.began = perf_counter()
-        self._timers: list[asyncio.TimerHandle] = []
 
-    def call_later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call a function in this event loop after a time, unless the request has ended by then."""
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *arguments))
+@dataclass(eq=False)
+class RequestContext:
+    """A request and its response; if tokens are decoded for it, from its queue slots to its last token."""
+
+    id: str  # the client's, or a new one
+    path: str
+    method: str = "-"
+    key: str = "-"  # name of the API key; "-" without keys
+    owner: str = "-"  # tenant of the key, see `Key.owner`
+    limits: KeyLimits = NO_LIMITS
+    size: int = 0  # of the body, in bytes
+    body: bytes = field(default=b"", repr=False)  # if it is kept for crash dumps
+    headers: Headers = field(default_factory=Headers, repr=False)
+    status: int = 0  # of the response; 0 before it begins
+    began: float = field(default_factory=perf_counter)  # when it arrived
+    received_ns: int = field(default_factory=time_ns)  # the same, since the epoch
+    endpoint: str = ""  # name of the API, such as "chat" or "completions"; "" if nothing is decoded
+    slots: list[QueueSlot] = field(default_factory=list)
+    outcome: str | None = None  # "stop", "length", "tool_calls", "rejected", "error" or "cancelled"; None before
+    aborted: Exception | None = None  # with which the server ended the request
+    problem: str = ""  # type and message of the exception that has ended the request
+    first_s: float | None = None  # seconds until the first token; None before
+    predictions: tuple[int, int] = (0, 0)  # accepted and rejected tokens of the predicted output, set at the end
+    _timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestContext:
+        """Return the context of a request."""
+        context: RequestContext = scope["state"]["context"]
+        return context
+
+    @property
+    def is_anthropic(self) -> bool:
+        """True for a path of Anthropic's API."""
+        return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the request arrived."""
+        return perf_counter() - self.began
 
     @property
     def handles(self) -> list[Handle]:
@@ -103,19 +123,13 @@ class InFlightRequest:
         return [slot.handle for slot in self.slots if slot.handle is not None]
 
     @property
-    def tokens(self) -> int:
-        """Prompt and answer tokens of all choices so far."""
-        return sum(handle.prompt_tokens + handle.stats.new_tokens for handle in self.handles)
-
-    @property
     def waiting(self) -> bool:
         """True if any choice still waits for a row."""
         return any(slot.handle is None or slot.handle.queue_s is None for slot in self.slots)
 
-    def saw_token(self) -> None:
-        """Record the time of the first token."""
-        if self.first_s is None:
-            self.first_s = perf_counter() - self.began
+    def call_later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in this event loop after a time, unless the request has ended by then."""
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *arguments))
 
     def abort(self, problem: Exception) -> None:
         """Cancel all choices because of an exception."""
@@ -135,62 +149,8 @@ class InFlightRequest:
             slot.cancel()
 
 
-logger = logging.getLogger(__name__)
-
-CLIENT_CLOSED = 499
-"""Status in logs and metrics of an answer whose client disconnected."""
-_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
-
-
-@dataclass
-class RequestContext:
-    """A request and its response.
-
-    Attributes:
-        id: the client's request id, or a new one.
-        key: name of the API key; "-" without keys.
-        owner: tenant of the key, see `Key.owner`.
-        size: size of the body in bytes.
-        body: the body, if it is kept for crash dumps.
-        status: HTTP status of the response; 0 before it begins.
-        in_flight: the in-flight request; None if nothing is decoded.
-        began: arrival time on the `perf_counter` clock.
-        received_ns: arrival time in nanoseconds since the epoch.
-    """
-
-    id: str
-    path: str
-    method: str = "-"
-    key: str = "-"
-    owner: str = "-"
-    limits: KeyLimits = NO_LIMITS
-    size: int = 0
-    body: bytes = field(default=b"", repr=False)
-    headers: Headers = field(default_factory=Headers, repr=False)
-    status: int = 0
-    in_flight: InFlightRequest | None = None
-    began: float = field(default_factory=perf_counter)
-    received_ns: int = field(default_factory=time_ns)
-
-    @classmethod
-    def of(cls, scope: Scope) -> RequestContext:
-        """Return the context of a request."""
-        context: RequestContext = scope["state"]["context"]
-        return context
-
-    @property
-    def is_anthropic(self) -> bool:
-        """True for a path of Anthropic's API."""
-        return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the request arrived."""
-        return perf_counter() - self.began
-
-
 class RequestContextMiddleware:
-    """Outermost ASGI middleware: creates request contexts and ends their in-flight requests.
+    """Outermost ASGI middleware: creates request contexts.
 
     However a request ends, its decoding ends with it: frameworks cancel the handler on a disconnect, not its rows.
     """
@@ -226,8 +186,8 @@ class RequestContextMiddleware:
             if context.status == 0:
                 await internal(context.id).response(scope)(scope, receive, send_with_id)
         finally:
-            if context.in_flight is not None:
-                context.in_flight.close()
-                if context.in_flight.outcome == "cancelled":
+            if context.endpoint:
+                context.close()
+                if context.outcome == "cancelled":
                     context.status = CLIENT_CLOSED
             self._ended(context)

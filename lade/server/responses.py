@@ -15,7 +15,6 @@ from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, Outp
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
 from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from lade.server.structured_output import FormatNames
 
 
 class InputPart(Model):
@@ -97,15 +96,11 @@ class Tools:
     """The functions of a request, alone or in namespaces.
 
     The model sees a function of a namespace as `namespace__name`; the client gets the two names separately.
-
-    Attributes:
-        functions: the functions in the chat API's format.
-        dropped: types of the tools that are not served.
     """
 
     def __init__(self, given: Sequence[ResponsesTool] | None) -> None:
-        self.functions: list[dict[str, Any]] = []
-        self.dropped: list[str] = []
+        self.functions: list[dict[str, Any]] = []  # in the chat API's format
+        self.dropped: list[str] = []  # types of the tools that are not served
         self._places: dict[str, dict[str, str]] = {}
         for tool in given or ():
             if tool.type == "namespace":
@@ -150,11 +145,7 @@ Messages = list[dict[str, Any]]
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Convert to a chat request.
-
-    Raises:
-        ApiError: stored state or another unsupported feature is requested, or an item is invalid.
-    """
+    """Convert to a chat request; raise `ApiError` for invalid items, and stored state or other unsupported fields."""
     extra = request.model_extra or {}
     for name, remedy in _NOT_KEPT.items():
         if extra.get(name):
@@ -280,9 +271,12 @@ def _format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_TEXTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
+_CONTENTS = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
 _SERVED = ("function", "namespace")
-FORMAT_NAMES = FormatNames("text.format", "text.format.schema")
 
 
 class ResponsesFormatter(Formatter):
@@ -340,33 +334,23 @@ class ResponsesFormatter(Formatter):
         return serialization.event({"type": event_name, "sequence_number": self._sent - 1, **members}, event_name)
 
     def _changed(self, change: ItemChange) -> Iterator[bytes]:
-        item, output_item = change.item, "response.output_item"
-        if change.event == "added":
-            yield self._event(f"{output_item}.added", output_index=item.index, item=self._item(item, begun=True))
-        yield from self._call_events(change) if item.call is not None else self._text_events(change)
-        if change.event == "done":
-            yield self._event(f"{output_item}.done", output_index=item.index, item=self._item(item))
-
-    def _call_events(self, change: ItemChange) -> Iterator[bytes]:
-        item, name = change.item, f"response.function_call_arguments.{change.event}"
-        place = {"item_id": self._item_id(item), "output_index": item.index}
-        if change.event == "delta":
-            yield self._event(name, **place, delta=change.text)
-        elif change.event == "done":
-            function = self._item(item)["name"]
-            yield self._event(name, **place, name=function, arguments=item.text)
-
-    def _text_events(self, change: ItemChange) -> Iterator[bytes]:
-        item, content_part = change.item, "response.content_part"
-        place = {"item_id": self._item_id(item), "output_index": item.index, "content_index": 0}
+        item, is_call = change.item, change.item.call is not None
+        place: dict[str, Any] = {"item_id": self._item_id(item), "output_index": item.index}
+        if not is_call:
+            place["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}  # always empty
-        if change.event == "added":
-            yield self._event(f"{content_part}.added", **place, part=_part(item))
-        elif change.event == "delta":
-            yield self._event(f"{_TEXTS[item.kind]}.delta", **place, delta=change.text, **logprobs)
+        if change.event == "delta":
+            yield self._event(f"{_CONTENTS[item.kind]}.delta", **place, delta=change.text, **logprobs)
+        elif change.event == "added":
+            yield self._event("response.output_item.added", output_index=item.index, item=self._item(item, begun=True))
+            if not is_call:
+                yield self._event("response.content_part.added", **place, part=_part(item))
         else:
-            yield self._event(f"{_TEXTS[item.kind]}.done", **place, text=item.text, **logprobs)
-            yield self._event(f"{content_part}.done", **place, part=_part(item))
+            whole = {"name": self._item(item)["name"], "arguments": item.text} if is_call else {"text": item.text}
+            yield self._event(f"{_CONTENTS[item.kind]}.done", **place, **whole, **logprobs)
+            if not is_call:
+                yield self._event("response.content_part.done", **place, part=_part(item))
+            yield self._event("response.output_item.done", output_index=item.index, item=self._item(item))
 
     def _status(self) -> str:
         return "incomplete" if self.output.choices[0].finish_reason == "length" else "completed"

@@ -24,19 +24,18 @@ from lade.server.messages import CountRequest, MessagesFormatter, MessagesReques
 from lade.server.messages import as_chat as turns_as_chat
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.middleware import BodyRoute, in_worker_if_large
-from lade.server.request_context import RequestContext, until_disconnect
-from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
+from lade.server.request_context import RequestContext
+from lade.server.responses import ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
 from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model, not_served
-from lade.server.serialization import EventStream, Json, event
+from lade.server.serialization import Json, event
 from lade.server.service import Service, Serving
 from lade.server.settings import MAX_DETOKENIZED
 from lade.serving.handle import Handle
 from lade.version import __version__
 
-Described = dict[int | str, dict[str, Any]]
-"""Responses by status, as FastAPI takes them."""
+Described = dict[int | str, dict[str, Any]]  # responses by status, as FastAPI takes them
 _NULLABLE = {"type": ["string", "null"]}
 
 
@@ -65,29 +64,25 @@ def errors(schema: dict[str, Any] = _ERROR) -> Described:
     return {"4XX": _as_json(schema, "What is wrong, and the remedy"), "5XX": _as_json(schema, "Not now, or not at all")}
 
 
-def whole(**members: Any) -> Described:
-    """Return the description of a response object."""
-    return {200: _as_json(_object(**members), "The answer")}
-
-
-def whole_or_stream(**members: Any) -> Described:
-    """Return the description of a response object, or events if the request has `stream`."""
-    described = whole(**members)
-    described[200]["content"]["text/event-stream"] = _STREAM
-    return described
+def whole(*, streams: bool = False, **members: Any) -> Described:
+    """Return the description of a response object, or of events if the request has `stream`."""
+    answer = _as_json(_object(**members), "The answer")
+    if streams:
+        answer["content"]["text/event-stream"] = _STREAM
+    return {200: answer}
 
 
 ERRORS, ANTHROPICS_ERRORS = errors(), errors(_ANTHROPICS)
 HEALTH: Described = {200: _as_json(_STATUS, "Yes"), 503: _as_json(_STATUS, "No")}
 EVENTS: Described = {200: {"description": "Server-sent events", "content": {"text/event-stream": _STREAM}}}
 OBJECT = {"type": "object"}
-CHAT = whole_or_stream(id=TEXT, object=TEXT, created=COUNT, model=TEXT, choices=_list_of(OBJECT), usage=OBJECT)
-RESPONSE = whole_or_stream(id=TEXT, object=TEXT, status=TEXT, output=_list_of(OBJECT), usage=OBJECT)
-MESSAGE = whole_or_stream(id=TEXT, type=TEXT, role=TEXT, content=_list_of(OBJECT), stop_reason=TEXT, usage=OBJECT)
+CHAT = whole(streams=True, id=TEXT, object=TEXT, created=COUNT, model=TEXT, choices=_list_of(OBJECT), usage=OBJECT)
+RESPONSE = whole(streams=True, id=TEXT, object=TEXT, status=TEXT, output=_list_of(OBJECT), usage=OBJECT)
+MESSAGE = whole(streams=True, id=TEXT, type=TEXT, role=TEXT, content=_list_of(OBJECT), stop_reason=TEXT, usage=OBJECT)
 LIST = _list_of(TEXT)
 TOKENS = whole(count=COUNT, tokens=_list_of(COUNT))
 ROWS = _list_of(_object(id=TEXT, state=TEXT, prompt_tokens=COUNT, answer_tokens=COUNT))
-MODEL = {"id": TEXT, "object": TEXT, "created": COUNT, "owned_by": TEXT}
+MODEL: dict[str, Any] = {"id": TEXT, "object": TEXT, "created": COUNT, "owned_by": TEXT}
 MODELS = whole(object={"const": "list"}, data=_list_of(_object(**MODEL)), has_more={"type": "boolean"})
 
 
@@ -115,7 +110,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
     chat = await in_worker_if_large(request, partial(items_as_chat, body))
-    preprocessor = ChatPreprocessor(chat, FORMAT_NAMES)
+    preprocessor = ChatPreprocessor(chat, "text.format")
     return await Answer(request, preprocessor, partial(ResponsesFormatter, body), sent=body).response()
 
 
@@ -190,17 +185,13 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 
 async def _tokenized(request: Request, name: str | None, work: Callable[[Serving], dict[str, Any]]) -> Response:
-    """Run work like the preparation of a request: in a queue slot and in a worker thread.
-
-    Raises:
-        ApiError: the model is not served, the queue is full, or what the work raises.
-    """
+    """Run work like the preparation of a request: in a queue slot and in a worker thread."""
     service, context = _service(request), RequestContext.of(request.scope)
     check_model(name, service.settings)
     serving = service.serving
     try:
         with serving.engine.reserve():
-            return await until_disconnect(request, service.in_worker(context.size, lambda: Json(work(serving))))
+            return await service.in_worker(context.size, lambda: Json(work(serving)))
     except (EngineFullError, EngineClosedError) as problem:
         raise error_for(problem, context.id) from None
 
@@ -281,10 +272,10 @@ async def version(request: Request) -> Response:
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))
 async def status(request: Request) -> Response:
     """List the running requests of this key, without their texts; those of others are told by no number here."""
-    service = _service(request)
-    now = service.serving.engine.snapshot()
-    rows = service.rows(RequestContext.of(request.scope).owner)
-    alone = service.settings.share == "all" or len(service.keys.all) < 2
+    service, owner = _service(request), RequestContext.of(request.scope).owner
+    now, shared = service.serving.engine.snapshot(), service.settings.share == "all"
+    own = [each for each in service.in_flight if shared or each.owner == owner]
+    alone = shared or len(service.keys.all) < 2
     used = {"used": now.slots, "reserved": now.room} if alone else {}  # they grow with others' texts
     body = {
         "state": "ok",
@@ -292,17 +283,17 @@ async def status(request: Request) -> Response:
         "rows_limit": now.max_rows,
         "waiting_limit": now.max_waiting,
         "kv_slots": {**used, "limit": now.max_slots},
-        "rows": [_row(*row) for row in rows],
+        "rows": [_row(context, handle) for context in own for handle in context.handles],
     }
     return Json(body)
 
 
-def _row(name: str, age_s: float, handle: Handle) -> dict[str, Any]:
+def _row(context: RequestContext, handle: Handle) -> dict[str, Any]:
     state = "queued" if handle.queue_s is None else "prefill" if handle.prefill_s is None else "decoding"
     return {
-        "id": name,
+        "id": context.id,
         "state": state,
-        "age_s": round(age_s, 3),
+        "age_s": round(context.seconds, 3),
         "prompt_tokens": handle.prompt_tokens,
         "answer_tokens": handle.stats.new_tokens,
         "tokens_per_step": round(handle.stats.tokens_per_step, 3),
@@ -330,8 +321,4 @@ async def load_model(request: Request, body: LoadRequest) -> Response:
     """Report the model as loaded, for `transformers chat`."""
     service = _service(request)
     ready_now = {"status": "ready", "cached": service.serving is not None, "model": service.settings.name}
-
-    async def once() -> Any:
-        yield event(ready_now)
-
-    return EventStream(once())
+    return Response(event(ready_now), media_type="text/event-stream")

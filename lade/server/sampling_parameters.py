@@ -58,8 +58,7 @@ class Penalties(LogitsProcessor):
         return self._prompt_length
 
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below it mean greedy decoding, as division would overflow."""
+GREEDY_BELOW = 1e-5  # temperatures below it mean greedy decoding, as division would overflow
 _SEEDS, _DRAWN_SEEDS = 2**64, 2**32
 _LOOKAHEAD_FIELDS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory", "only", "sources"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -78,11 +77,7 @@ def seed_of(first: int, choice: int) -> int:
 
 
 def with_generation_config(body: ChatRequest) -> ChatRequest:
-    """Merge the `generation_config` of a request, which `transformers chat` sends as text.
-
-    Raises:
-        ApiError: not an object, or a value out of range.
-    """
+    """Merge the `generation_config`, which `transformers chat` sends as text; raise `ApiError` if it is invalid."""
     if body.generation_config is None:
         return body
     try:
@@ -154,11 +149,7 @@ MAX_FED = 256
 
 
 def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
-    """Return the method of a request; "auto" for the server's default.
-
-    Raises:
-        ApiError: an invalid size.
-    """
+    """Return the method of a request, "auto" for the server's default; raise `ApiError` for an invalid size."""
     if requested is None or isinstance(requested, str):
         return requested
     for name in sorted(set(requested) - _LOOKAHEAD_FIELDS):

@@ -288,8 +288,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "verbosity": ("medium",),
 }
 """Fields that are accepted for compatibility, with the values that ask for nothing."""
-_UNNAMED = "dummy"
-"""Model name that huggingface_hub sends if the user names none."""
+_UNNAMED = "dummy"  # model name that huggingface_hub sends if the user names none
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMED = 20
 
@@ -307,11 +306,7 @@ def not_served(name: str, settings: limits.Settings) -> ApiError:
 
 
 def check(body: BaseRequest, settings: limits.Settings) -> list[str]:
-    """Return the names of unknown fields, which are ignored.
-
-    Raises:
-        ApiError: a field must not be ignored.
-    """
+    """Return the names of unknown fields, which are ignored; raise `ApiError` for those that must not be."""
     extra = body.model_extra or {}
     for name, why in REFUSED.items():
         value = extra.get(name)

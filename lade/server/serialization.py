@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from lade.server.settings import MAX_OBJECTS, MAX_VALUES
 from lade.stats import Step
@@ -82,8 +82,7 @@ class Json(Response):
         return encoded(content)
 
 
-BUCKET = 256
-"""Size in bytes that padded events are a multiple of."""
+BUCKET = 256  # size in bytes that padded events are a multiple of
 
 
 def padded(value: dict[str, Any]) -> dict[str, Any]:
@@ -94,20 +93,14 @@ def padded(value: dict[str, Any]) -> dict[str, Any]:
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""They keep proxies from buffering."""
 
 
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
     """Encode one server-sent event, with a name for APIs that have names."""
     named = b"" if name is None else f"event: {name}\n".encode()
     return named + b"data: " + encoded(value) + b"\n\n"
-
-
-class EventStream(StreamingResponse):
-    """A response of server-sent events, with headers that keep proxies from buffering."""
-
-    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={**_HEADERS, **(headers or {})})
 
 
 async def interleaved(

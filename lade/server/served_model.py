@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from lade.config import Lookahead
-from lade.model.prepared import ids_of, vocabulary_of
-from lade.model.supports import unwrap
+from lade.model.prepared import ids_of
 from lade.server.errors import invalid
 
 
@@ -20,25 +21,18 @@ class ServedModel:
     """A model, its tokenizer and the sampling defaults of its checkpoint.
 
     Attributes:
-        model: a transformers causal language model with a greedy generation_config.
-        tokenizer: with the chat template to use, if any.
-        sampling: sampling defaults of the checkpoint, by argument of `model.generate`.
-        context: context length in tokens; None if unknown.
-        lookahead: default method of requests.
         encode_images: function of messages with images and template arguments, which returns ids and further arguments
             of `generate`; None if the model takes no images.
-        save: function that saves draft memories, raising `LadeError` on failure; None to save nothing.
-        close: called when the server has ended.
     """
 
-    model: Any
-    tokenizer: Any
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    context: int | None = None
-    lookahead: Lookahead = "auto"
+    model: Any  # a transformers causal language model with a greedy generation_config
+    tokenizer: Any  # with the chat template to use, if any
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's, by argument of `model.generate`
+    context: int | None = None  # length in tokens; None if unknown
+    lookahead: Lookahead = "auto"  # default method of requests
     encode_images: Callable[..., tuple[list[int], Mapping[str, Any]]] | None = None
-    save: Callable[[], None] | None = None
-    close: Callable[[], None] = lambda: None
+    save: Callable[[], None] | None = None  # saves draft memories, raising `LadeError` on failure
+    close: Callable[[], None] = lambda: None  # called when the server has ended
 
     @property
     def chat_template(self) -> str:
@@ -59,7 +53,7 @@ class ServedModel:
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary; ids below it can be fed."""
-        return vocabulary_of(unwrap(self.model))
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def ends(self) -> list[int]:
@@ -79,7 +73,7 @@ class TokenText:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         kind = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
         self._byte_level, self._spaced = "ByteLevel" in kind, "▁" in kind
-        self._bytes = byte_alphabet() if self._byte_level else {}
+        self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()} if self._byte_level else {}
 
     def text(self, token: int) -> str:
         """Return the text of a token: its name if special, with replacement characters if it splits a character."""
@@ -105,14 +99,10 @@ class TokenText:
 
 
 class TextOffsets:
-    """Incremental offsets of tokens in a text, in characters.
-
-    Attributes:
-        end: length of the text so far.
-    """
+    """Incremental offsets of tokens in a text, in characters."""
 
     def __init__(self, token_text: TokenText) -> None:
-        self._token_text, self.end = token_text, 0
+        self._token_text, self.end = token_text, 0  # the end is the length of the text so far
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def take(self, tokens: Iterable[int]) -> list[int]:
@@ -127,10 +117,3 @@ class TextOffsets:
 def finite(logprob: float) -> float:
     """Return a logprob that JSON can represent."""
     return max(logprob, -9999.0)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return the characters that byte-level tokenizers map bytes to (openai/gpt-2, encoder.py)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

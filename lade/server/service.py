@@ -22,16 +22,14 @@ from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded
 from lade.server.failures import CrashDump, FailedRequests, Watchdog, described
-from lade.server.metrics import Metrics, since
+from lade.server.metrics import Metrics
 from lade.server.output_parser import Markup
-from lade.server.request_context import InFlightRequest, RequestContext
+from lade.server.request_context import RequestContext
 from lade.server.served_model import ServedModel, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
 from lade.server.tenants import Quotas, TenantMemories
-from lade.serving.capacity import default_prefix_bytes
 from lade.serving.engine import Engine
-from lade.serving.handle import Handle
 from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
@@ -45,9 +43,6 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
 
     Each batch size has step costs of its own, measured once per machine; otherwise requests would wait for that. What
     these texts teach about drafting is forgotten.
-
-    Raises:
-        Exception: the model cannot decode.
     """
     ids = model.ids("The") or [0]
     rows = 1
@@ -68,34 +63,23 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
 
 
 class Serving:
-    """A loaded model with its engine, and what requests share.
-
-    Args:
-        model: the model that was loaded.
-        settings: those of the server.
-        several_keys: returns True if requests of several keys are served now.
-
-    Attributes:
-        context: maximum tokens of prompt and answer; None for no limit.
-        idle: snapshot after the warm-up, from which totals count; None before it is over.
-    """
+    """A loaded model with its engine, and what requests share."""
 
     def __init__(self, model: ServedModel, settings: Settings, several_keys: Callable[[], bool]) -> None:
         model.ids("")  # resets truncation and padding once, before other threads encode
         self.model, self._settings = model, settings
         limits = [limit for limit in (settings.context, model.context) if limit is not None]
-        self.context = min(limits, default=None)
+        self.context = min(limits, default=None)  # most tokens of prompt and answer
         self.template = ChatTemplate(model, settings.template_arguments)
         self.markup, self.token_text = Markup(model), TokenText(model.tokenizer)
         self.memories = TenantMemories(model.lookahead, settings.share, several_keys)
-        self.idle: EngineSnapshot | None = None
-        prefix_bytes = 0 if settings.share == "none" else settings.prefix_cache
+        self.idle: EngineSnapshot | None = None  # after the warm-up; totals count from there
         self.engine = Engine(
             model.model,
             max_rows=settings.max_rows,
             max_waiting=settings.max_waiting,
             max_tokens=settings.max_tokens,
-            prefix_cache=default_prefix_bytes(model.model) if prefix_bytes is None else prefix_bytes,
+            prefix_cache=0 if settings.share == "none" else settings.prefix_cache,
         )
         self.grammars = GrammarCompiler(model)
         if model.save is not None and not self.memories.serves_file:
@@ -154,22 +138,8 @@ _BODY, _BODY_WITH_IMAGES = 4 * 2**20, 16 * 2**20
 class Service:
     """State shared by the routes of a server.
 
-    Args:
-        settings: configuration and limits at the start; the attribute has the current ones.
-        load: function that loads the model, called once in a thread of its own.
-        announce: called with the model when the server is ready.
-        log: access log; None for none.
-
-    Attributes:
-        reason: description of the engine's failure, if the phase is "dead".
-        problem: exception that kept the model from being loaded, or None.
-        unsaved: exception of the last save, or None.
-        created: time of creation in seconds since the epoch.
-        observers: called with the context and the route of each response that has ended.
-        reload: set to make `watch` read the files of keys and limits again.
-        failed, quotas: requests whose passes failed, and what each key uses.
-        trials: runs the preparation of requests whose grammars need a trial.
-        fingerprint: version, and a digest of the model once it is ready.
+    `load` is called once, in a thread of its own, and `announce` with the model when the server is ready. `settings`
+    are those at the start; the attribute has the current ones.
     """
 
     def __init__(
@@ -182,23 +152,25 @@ class Service:
         self._given, self.settings = settings, settings.current()
         self._load, self._announce, self._log = load, announce, log
         self.phase: Phase = "loading"
-        self.reason = ""
-        self.problem: BaseException | None = None
-        self.unsaved: Exception | None = None
+        self.reason = ""  # of the engine's failure, if the phase is "dead"
+        self.problem: BaseException | None = None  # that kept the model from being loaded
+        self.unsaved: Exception | None = None  # of the last save
         self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
-        self.keys, self.reload = settings.keys, False
-        self.in_flight: dict[InFlightRequest, RequestContext] = {}
-        self.failed = FailedRequests()
-        self.quotas = Quotas()
+        self.keys = settings.keys
+        self.reload = False  # set to make `watch` read the files of keys and limits again
+        self.in_flight: list[RequestContext] = []
+        self.body_bytes = 0  # of all requests in memory
+        self.failed, self.quotas = FailedRequests(), Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
-        self.fingerprint = _VERSION
+        self.fingerprint = _VERSION  # with a digest of the model once it is ready
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
-        self.trials = FairExecutor("lade.serve trial")
+        self.trials = FairExecutor("lade.serve trial")  # prepares requests whose grammars need a trial
         self._serving: Serving | None = None
         self._watchdog = Watchdog(self.settings.pass_timeout)
         self._crash_dump = None if (at := settings.crash_dump) is None else CrashDump(at, settings.name)
+        # called with the context and the route of each response that has ended
         self.observers = [each.add for each in (self._crash_dump, log) if each is not None]
         self._flush: Callable[[], None] = lambda: None
         if settings.otel:
@@ -237,11 +209,7 @@ class Service:
 
     @property
     def serving(self) -> Serving:
-        """The model and all that comes with it.
-
-        Raises:
-            ApiError: requests are not accepted now.
-        """
+        """The model and all that comes with it; raises `ApiError` if requests are not accepted now."""
         match self.phase:
             case "loading":
                 raise overloaded("the model is loading: retry later", "model_loading", 5)
@@ -264,17 +232,7 @@ class Service:
         serving = self._serving
         if serving is None or serving.idle is None:
             return None
-        return since(serving.idle, serving.engine.snapshot())
-
-    def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
-        """Return request id, age in seconds and handle of each in-flight choice of a key; of all with `share="all"`."""
-        now, shared = perf_counter(), self.settings.share == "all"
-        return [
-            (context.id, now - request.began, each)
-            for request, context in self.in_flight.items()
-            if shared or request.owner == owner
-            for each in request.handles
-        ]
+        return serving.engine.snapshot().since(serving.idle)
 
     @property
     def health(self) -> dict[str, str]:
@@ -312,16 +270,15 @@ class Service:
     def dump(self, kind: str, reason: str, details: str) -> None:
         """Write the last requests to the folder of crash dumps, if there is one; see `CrashDump.write`."""
         if self._crash_dump is not None:
-            self._crash_dump.write(kind, reason, details, list(self.in_flight.values()))
+            self._crash_dump.write(kind, reason, details, list(self.in_flight))
 
     def _reload(self) -> None:
         """Read the files of keys and limits again; an error in one leaves its settings as they were."""
         try:
             self.keys = self.keys if self.settings.read_keys is None else self.settings.read_keys()
+            logger.info("reloaded the API keys: %d", len(self.keys.all))
         except InputError as problem:
             logger.error("keeping the previous API keys: %s", problem)
-        else:
-            logger.info("reloaded the API keys: %d", len(self.keys.all))
         try:
             self.settings = self._given.current()
         except InputError as problem:
@@ -351,28 +308,28 @@ class Service:
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
+    def track(self, context: RequestContext, endpoint: str) -> None:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
-        request = context.in_flight = InFlightRequest(endpoint, context.owner)
-        self.in_flight[request] = context
+        context.endpoint = endpoint
+        self.in_flight.append(context)
         limit = self.settings.queue_timeout
         if limit is not None:
-            request.call_later(limit, _expire, request, limit)
-        return request
+            context.call_later(limit, _expire, context, limit)
 
     def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended; a fault in this costs no answer."""
-        request = context.in_flight
-        if request is not None and context.limits.tokens_per_minute is not None:
-            self.quotas.use(context.owner, request.tokens)
+        self.body_bytes -= context.size
+        if context.endpoint and context.limits.tokens_per_minute is not None:
+            tokens = sum(handle.prompt_tokens + handle.stats.new_tokens for handle in context.handles)
+            self.quotas.use(context.owner, tokens)
         try:
             self.metrics.add(context, known_path)
             for observe in self.observers:
                 observe(context, known_path)
         except Exception:
             logger.exception("%s was not counted", context.id)
-        if request is not None:  # after the observers: a dump by another thread finds it at one of the two places
-            self.in_flight.pop(request, None)
+        if context.endpoint:  # after the observers: a dump by another thread finds it at one of the two places
+            self.in_flight.remove(context)
 
     def drain(self) -> None:
         """Stop accepting requests; running ones continue."""
@@ -381,8 +338,8 @@ class Service:
 
     def abort(self) -> None:
         """Abort all in-flight requests."""
-        for request in list(self.in_flight):
-            request.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
+        for context in self.in_flight:
+            context.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
 
     def close(self) -> None:
         """Stop all threads, save draft memories and close the model."""
@@ -397,7 +354,7 @@ class Service:
         self._flush()
 
 
-def _expire(request: InFlightRequest, seconds: float) -> None:
-    if request.outcome is None and request.waiting:
+def _expire(context: RequestContext, seconds: float) -> None:
+    if context.outcome is None and context.waiting:
         why = f"no row became free within {seconds:g} s: retry later"
-        request.abort(overloaded(why, "queue_timeout"))
+        context.abort(overloaded(why, "queue_timeout"))

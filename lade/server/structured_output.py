@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from time import thread_time
 from typing import Any, NamedTuple
@@ -28,32 +28,19 @@ from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
-MAX_CLIENTS = 16
-"""Most clients whose compiled grammars are kept, up to `KEPT` each."""
+MAX_CLIENTS = 16  # most clients whose compiled grammars are kept, up to `KEPT` each
+RESPONSE_FORMAT = "response_format"
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""
-
-
-class FormatNames(NamedTuple):
-    """Client-side names of `ChatRequest.response_format` and of the schema in it."""
-
-    whole: str = "response_format"
-    schema: str = "response_format.json_schema.schema"
-
-
-CHAT_NAMES = FormatNames()
 
 
 class UntriedGrammarError(Exception):
     """A grammar needs a trial before it is compiled, which may take long, see `GrammarCompiler.serving`."""
 
 
-class _Request(threading.local):
-    """The client that a thread serves, and whether unknown grammars are tried."""
-
-    client = ""
-    tries = False
+_serving = ContextVar("serving", default=("", False))
+"""The client that a thread serves, and whether unknown grammars are tried."""
 
 
 class GrammarCompiler:
@@ -63,7 +50,6 @@ class GrammarCompiler:
         self._unavailable = ""  # the reason, if grammars are
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
-        self._request = _Request()
         self._of_client = lru_cache(MAX_CLIENTS)(self._with_trials)  # how soon one compiles tells what is known
         try:
             self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
@@ -74,11 +60,11 @@ class GrammarCompiler:
     @contextmanager
     def serving(self, client: str, *, tries: bool = False) -> Iterator[None]:
         """Serve a client in this thread, with trials of unknown grammars or without; others' grammars are not used."""
-        self._request.client, self._request.tries = client, tries
+        token = _serving.set((client, tries))
         try:
             yield
         finally:
-            self._request.client, self._request.tries = "", False
+            _serving.reset(token)
 
     def _with_trials(self, client: str) -> Vocabulary:
         """Return a vocabulary for one client, whose untried grammars are tried in the process."""
@@ -89,7 +75,7 @@ class GrammarCompiler:
         def try_first(grammar: str) -> None:
             if (why := slow.get(grammar)) is not None:
                 raise SlowGrammarError(why)
-            if not self._request.tries:
+            if not _serving.get()[1]:
                 raise UntriedGrammarError
             try:
                 trial(grammar)
@@ -107,21 +93,13 @@ class GrammarCompiler:
         return self._vocabulary is not None
 
     def vocabulary(self, param: str) -> Vocabulary:
-        """Return the vocabulary of the model's tokenizer, with the grammars of the client that is served.
-
-        Raises:
-            ApiError: grammars are not available, reported for the field `param`.
-        """
+        """Return the vocabulary with the grammars of the client that is served; raise `ApiError` if there is none."""
         if self._vocabulary is None:
             raise unsupported(param, self._unavailable)
-        return self._of_client(self._request.client)
+        return self._of_client(_serving.get()[0])
 
     def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
-        """Return the processor of one answer, with the request's common mask budget.
-
-        Raises:
-            ApiError: the grammar cannot be used.
-        """
+        """Return the processor of one answer, with its request's mask budget; raise `ApiError` if there is none."""
         try:
             return processor_of([grammar], self.vocabulary(param), budget)
         except TrialError as problem:
@@ -135,21 +113,18 @@ class GrammarCompiler:
             self._trial.close()
 
 
-def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
-    """Return the grammar of a request and the field that sets it; None if unconstrained.
-
-    Raises:
-        ApiError: the grammar is invalid, too long, or set twice.
-    """
+def requested_grammar(body: BaseRequest, field: str = RESPONSE_FORMAT) -> tuple[Grammar, str] | None:
+    """Return a request's grammar and the field that sets it, or None; raise `ApiError` for a wrong one, or two."""
     made = _structured(body.structured_outputs)
     if isinstance(body, ChatRequest):
-        made += _response_format(body.response_format, names)
+        made += _response_format(body.response_format, field)
     if not made:
         return None
     (make, given, param), *more = made
     if more:
         raise invalid(more[0][2], f"contradicts {param}: leave out one of them")
-    _check_length(given, param)
+    if length_of(given) > LONGEST_SCHEMA:
+        raise invalid(param, f"more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
     try:
         return make(given), param
     except InputError as problem:
@@ -179,42 +154,33 @@ def _structured(given: StructuredOutputs | None) -> _Constraints:
     return constraints
 
 
-def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Constraints:
-    """Read OpenAI's field, also in the layout of older servers."""
+def _response_format(given: dict[str, Any] | None, field: str) -> _Constraints:
+    """Read OpenAI's field, whose name depends on the API, also in the layout of older servers."""
     if given is None:
         return []
     kind = given.get("type")
     if kind is None:
-        raise invalid(f"{names.whole}.type", "missing: give json_schema, json_object or text")
+        raise invalid(f"{field}.type", "missing: give json_schema, json_object or text")
     if kind == "text":
         return []
     if kind == "json_object" and given.get("schema") is None:
-        return [(lambda _: Grammar.json_object(), "", names.whole)]
+        return [(lambda _: Grammar.json_object(), "", field)]
     if kind not in ("json_object", "json_schema"):
         why = f"{str(kind)[:40]!r} is not supported: give json_schema, json_object or text"
-        raise unsupported(f"{names.whole}.type", why)
+        raise unsupported(f"{field}.type", why)
     inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
-    param = names.schema if kind == "json_schema" else f"{names.whole}.schema"
+    param = f"{field}.json_schema.schema" if field == RESPONSE_FORMAT and kind == "json_schema" else f"{field}.schema"
     if schema is None:
         raise invalid(param, "missing: give a JSON schema")
     return [(schema_of, schema, param)]
 
 
 def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
-    """Return the grammar of a JSON schema.
-
-    Raises:
-        InputError: invalid schema.
-    """
+    """Return the grammar of a JSON schema; raise `InputError` for an invalid one."""
     if isinstance(schema, bool | int | float | list):
         raise InputError("a JSON schema must be an object")
     return Grammar.json_schema(schema, whitespace=whitespace)
-
-
-def _check_length(given: Any, param: str) -> None:
-    if length_of(given) > LONGEST_SCHEMA:
-        raise invalid(param, f"more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
 
 
 def length_of(given: Any) -> int:

@@ -34,6 +34,11 @@ class _Bucket:
         self.level = min(self.per_minute, self.level + (now - self.time_s) * self.per_minute / _MINUTE_S)
         self.time_s = now
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the level is 1."""
+        return _MINUTE_S * (1 - self.level) / self.per_minute
+
 
 class Quotas:
     """Counts what the keys use. Not thread-safe: it belongs to the event loop.
@@ -48,13 +53,7 @@ class Quotas:
         self._tokens: dict[str, _Bucket] = {}
 
     def take(self, owner: str, limits: KeyLimits, choices: int, running: int) -> None:
-        """Count a request.
-
-        Args:
-            owner: tenant of the key, see `Key.owner`.
-            limits: limits of the key at present.
-            choices: number of choices that the request asks for, those of all its prompts together.
-            running: number of choices of this owner that are queued or decoded at the moment.
+        """Count a request for so many choices, all prompts together; `running` ones of its owner have not ended.
 
         Raises:
             ApiError: a limit is exceeded; status 429 unless the request alone exceeds it.
@@ -68,13 +67,11 @@ class Quotas:
         if (allowed := limits.tokens_per_minute) is not None:
             tokens = self._bucket(self._tokens, owner, allowed, now)
             if tokens.level <= 0:
-                wait_s = _MINUTE_S * (1 - tokens.level) / allowed
-                raise _exceeded(f"this key may use {allowed} tokens per minute", wait_s)
+                raise _exceeded(f"this key may use {allowed} tokens per minute", tokens.wait_s)
         if (allowed := limits.requests_per_minute) is not None:
             requests = self._bucket(self._requests, owner, allowed, now)
             if requests.level < 1:
-                wait_s = _MINUTE_S * (1 - requests.level) / allowed
-                raise _exceeded(f"this key may send {allowed} requests per minute", wait_s)
+                raise _exceeded(f"this key may send {allowed} requests per minute", requests.wait_s)
             requests.level -= 1
 
     def use(self, owner: str, tokens: int) -> None:
@@ -91,8 +88,7 @@ class Quotas:
         return bucket
 
 
-MAX_SCOPES, _BYTES = 16, 64 * 2**20
-"""Maximum number of memories, and size of each in bytes."""
+MAX_SCOPES, _BYTES = 16, 64 * 2**20  # maximum number of memories, and size of each in bytes
 
 
 class TenantMemories:

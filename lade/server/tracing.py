@@ -36,13 +36,13 @@ class Tracing:
             return
         facts: dict[str, Any] = {"http.request.method": context.method, "http.route": route, "lade.key": context.key}
         facts |= {"http.response.status_code": context.status, "lade.request_id": context.id}
-        handles = [] if context.in_flight is None else context.in_flight.handles
-        if context.in_flight is not None:
+        handles = context.handles
+        if context.endpoint:
             facts["gen_ai.response.model"] = self._model
             facts["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in handles)
             facts["gen_ai.usage.output_tokens"] = sum(each.stats.new_tokens for each in handles)
             facts["gen_ai.usage.cache_read.input_tokens"] = sum(each.cached_tokens for each in handles)
-            facts["lade.outcome"] = str(context.in_flight.outcome)
+            facts["lade.outcome"] = str(context.outcome)
         name, parent = f"{context.method} {route}", propagate.extract(context.headers)
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, facts, start_time=context.received_ns)
         if context.status >= 500:

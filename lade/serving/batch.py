@@ -24,7 +24,7 @@ from lade.decoding.tree import TokenTree
 from lade.hf.job import DecodeJob, Output, engine_runner
 from lade.model.inputs import MaskPlan
 from lade.model.runner import CAPTURED_RUNNERS, EagerRunner
-from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
+from lade.serving.capacity import Capacity, default_max_tokens, default_prefix_bytes, row_bytes
 from lade.serving.prefix_cache import PrefixReuse, prefill_group
 from lade.serving.request import EngineRequest
 from lade.serving.running import HEADROOM, ActiveRequest, KvAllocator, RunningSet
@@ -83,17 +83,7 @@ class EngineBatch:
     is ended. Where that happens several times in a row, a single token is fed: if not even that succeeds, as on a
     device that is gone, `advance` raises.
 
-    Args:
-        model: a model that `lade.supports` accepts.
-        plan: the mask plan that `lade.supports` returned.
-        prefill_tokens, max_rows, max_tokens, prefix_cache: see `lade.Engine`.
-        headroom: tokens of growth reserved per row at admission.
-
-    Attributes:
-        running: the running set, which decides on admission and preemption.
-        tally: counters behind `Engine.snapshot`.
-        prefix_cache: size of the prefix cache in bytes.
-        work: what `advance` does at the moment and since when, see `CurrentWork`; None between its calls.
+    The limits are those of `lade.Engine`, and `headroom` the tokens of growth reserved per row at admission.
     """
 
     def __init__(
@@ -105,7 +95,7 @@ class EngineBatch:
         max_rows: int,
         max_tokens: int | None,
         headroom: int = HEADROOM,
-        prefix_cache: int = 0,
+        prefix_cache: int | None = 0,
     ) -> None:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = engine_runner(model, plan)
@@ -114,9 +104,12 @@ class EngineBatch:
         self._prefill_runner = self._runner.eager()
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())
-        if max_tokens is None:
+        if max_tokens is None or prefix_cache is None:
             _release(model)  # captured graphs that are idle count as free memory
+        if max_tokens is None:
             max_tokens = default_max_tokens(device_bytes)
+        if prefix_cache is None:
+            prefix_cache = 0 if state_bytes else default_prefix_bytes(device_bytes)
         self._cache = self._runner.new_cache(limit=max_tokens)
         state_slots = -(-state_bytes // token_bytes)
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
@@ -129,7 +122,7 @@ class EngineBatch:
         self._allocator = KvAllocator(self._cache, self.running)
         self.prefix_cache = prefix_cache
         self.tally = Tally()
-        self.work: tuple[str, float] | None = None
+        self.work: tuple[str, float] | None = None  # of `advance` and since when, see `CurrentWork`
         self._lost = 0  # requests that ended alone in a failing pass, since one succeeded
 
     @property
@@ -319,7 +312,6 @@ class EngineBatch:
         start = perf_counter()
         if argmax_ids is not None:
             active.request.images = None
-            active.handle.set_prompt_logprobs(active.prompt_logprobs)
             self._reuse.put_prompt(active)
             row.choose_first(logits, argmax_ids)
             self._count_prefill(start, [active])

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
-from lade.model.facts import ModelFacts
 from lade.model.kv_cache import BufferSizes, TreeCache
-from lade.model.runner import EagerRunner, input_device
-from lade.model.supports import unwrap
+from lade.model.runner import EagerRunner
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE, _SHARE_OF_PREFIXES = 0.25, 0.8, 0.1
 _PEAK = 2.75
@@ -44,20 +41,13 @@ class Capacity:
 
     Every row has as many slots as the longest text plus the largest tree, so a batch of B rows takes B times these
     slots, times `token_bytes`. The states of recurrent layers count as extra slots of each row.
-
-    Attributes:
-        max_rows: maximum number of requests decoded at a time.
-        max_tokens: maximum number of slots over all rows.
-        token_bytes: bytes of one slot.
-        sizing: how the cache rounds up rows and slots.
-        state_slots: recurrent states of one row, in slots; independent of its length.
     """
 
-    max_rows: int
-    max_tokens: int
-    token_bytes: int
-    sizing: BufferSizes = TreeCache
-    state_slots: int = 0
+    max_rows: int  # requests decoded at a time
+    max_tokens: int  # slots over all rows
+    token_bytes: int  # of one slot
+    sizing: BufferSizes = TreeCache  # how the cache rounds up rows and slots
+    state_slots: int = 0  # recurrent states of one row, in slots; independent of its length
 
     def check(self, need: Need) -> None:
         """Raise `InputError` if a request does not fit even alone."""
@@ -124,22 +114,9 @@ def default_max_tokens(token_bytes: Mapping[torch.device, float]) -> int:
     return max(1, min(int(_cache_bytes(device) / size) for device, size in token_bytes.items()))
 
 
-def default_prefix_bytes(model: Any) -> int:
-    """Return a tenth of the default size of a model's KV cache in bytes; 0 if its states cannot be cached."""
-    inner = unwrap(model)
-    if ModelFacts.of(inner).recurrent:
-        return 0
-    return int(_SHARE_OF_PREFIXES * default_max_tokens(weight_shares(inner)))
-
-
-def weight_shares(model: PreTrainedModel) -> dict[torch.device, float]:
-    """Return the share of a model's weights on each device, an estimate of the share of its KV cache."""
-    weights: dict[torch.device, float] = {}
-    for weight in model.parameters():
-        if weight.device.type != "meta":  # offloaded weights run on a device that holds others
-            weights[weight.device] = weights.get(weight.device, 0.0) + weight.nbytes
-    total = sum(weights.values())
-    return {device: size / total for device, size in weights.items()} or {input_device(model): 1.0}
+def default_prefix_bytes(token_bytes: Mapping[torch.device, float]) -> int:
+    """Return a tenth of the KV cache's default size in bytes."""
+    return int(_SHARE_OF_PREFIXES * default_max_tokens(token_bytes) * sum(token_bytes.values()))
 
 
 def _cache_bytes(device: torch.device) -> float:

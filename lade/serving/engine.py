@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
 
 from lade.config import Lookahead
-from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError, whole_number
+from lade.errors import UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
-from lade.hf.call import Prediction, check_stats
+from lade.hf.call import Prediction
 from lade.model.facts import ModelFacts
 from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
-from lade.serving.handle import Handle, QueueSlot
+from lade.serving.handle import Handle
 from lade.serving.request import RequestOptions, prepare
-from lade.serving.scheduler import Scheduler
+from lade.serving.scheduler import QueueSlot, Scheduler
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
 from lade.stats import Stats, Step
 from lade.tuning.cost_cache import forget_texts
@@ -53,10 +53,11 @@ class Engine:
             other requests. Padding of prompts fed in one pass counts. Models with recurrent layers are fed at least two
             tokens, Mamba 1 whole prompts; models whose indexers select keys are fed whole prompts beyond `index_topk`
             tokens. A prompt with images is fed at once.
-        prefix_cache: size of the prefix cache in bytes; 0 disables it. A prompt that begins like a cached prompt or
-            answer, such as the next turn of a conversation, is fed from the first difference on, with the same tokens.
-            Only requests of one `scope` share prefixes; prompts with images share none. If indexers select keys, at
-            most `index_topk` tokens are shared, since later ones depend on the whole prompt.
+        prefix_cache: size of the prefix cache in bytes; 0 disables it; None: a tenth of the KV cache's default size, or
+            0 if the model has recurrent layers. A prompt that begins like a cached prompt or answer, such as the next
+            turn of a conversation, is fed from the first difference on, with the same tokens. Only requests of one
+            `scope` share prefixes; prompts with images share none. If indexers select keys, at most `index_topk` tokens
+            are shared, since later ones depend on the whole prompt.
 
     Attributes:
         max_tokens: slots of the KV cache.
@@ -79,12 +80,13 @@ class Engine:
         max_tokens: int | None = None,
         max_waiting: int = 1024,
         prefill_tokens: int = 512,
-        prefix_cache: int = 0,
+        prefix_cache: int | None = 0,
     ) -> None:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting, "prefill_tokens": prefill_tokens}
         for name, limit in (limits if max_tokens is None else {**limits, "max_tokens": max_tokens}).items():
             whole_number(name, limit, 1)
-        whole_number("prefix_cache", prefix_cache, 0, of=" of bytes")
+        if prefix_cache is not None:
+            whole_number("prefix_cache", prefix_cache, 0, of=" of bytes")
         self._model = model
         led = None
         if may_be_shared(unwrap(model)):
@@ -160,30 +162,14 @@ class Engine:
             concurrent.futures.CancelledError: `place` was released before the request was prepared.
         """
         text = stop_texts, tokenizer, skip_special_tokens
-        options = RequestOptions(lookahead, seed, prediction, grammar, logprobs, prompt_logprobs, *text, scope, client)
-        return self._add(input_ids, generate_arguments, options, place, stats, on_step)
+        given = lookahead, seed, prediction, grammar, logprobs, prompt_logprobs, *text, scope, client, on_step, stats
+        return self._add(input_ids, generate_arguments, RequestOptions(*given), place)
 
-    def _add(
-        self,
-        input_ids: torch.Tensor | Sequence[int],
-        arguments: dict[str, Any],
-        options: RequestOptions,
-        place: QueueSlot | None,
-        stats: Stats | None,
-        on_step: Callable[[Step], None] | None,
-    ) -> Handle:
-        """Prepare a request and submit it to the scheduler, in a reserved or a new queue slot."""
-        check_stats(stats)
-        if on_step is not None and not callable(on_step):
-            raise ConfigError("on_step", on_step, "give a function that takes a Step, or None")
-        if not isinstance(place, QueueSlot | None):
-            raise ConfigError("place", place, "give a slot that reserve() returned, or None")
-        with ExitStack() as stack:
-            slot = stack.enter_context(self.reserve()) if place is None else place
+    def _add(self, ids: Any, arguments: dict[str, Any], options: RequestOptions, place: QueueSlot | None) -> Handle:
+        with self.reserve() if place is None else nullcontext(place) as slot:
             self._scheduler.check_slot(slot)
             plan = None if unwrap(self._model).training else self._plan  # training mode may change what is supported
-            request = prepare(self._model, input_ids, arguments, options=options, plan=plan)
-            return self._scheduler.submit(request, slot, Stats() if stats is None else stats, on_step)
+            return self._scheduler.submit(prepare(self._model, ids, arguments, options=options, plan=plan), slot)
 
     def reserve(self) -> QueueSlot:
         """Reserve a queue slot before the request is prepared, so that a full queue is noticed at no cost.

@@ -1,4 +1,4 @@
-"""The client side of a request: its queue slot, step stream, result and cancellation."""
+"""The client side of a request: its step stream, result and cancellation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import torch
 
@@ -26,20 +26,12 @@ _MOST_LOGITS = 2**28
 
 
 class PromptLogprobs:
-    """Collects the log-probabilities of a prompt's tokens while it is fed.
-
-    Args:
-        ids: ids of the prompt.
-        top: number of top ids to keep at each position.
-        vocabulary: V, the vocabulary size.
-
-    Attributes:
-        piece_tokens: maximum number of tokens to feed at a time, as each of them has V logits.
-    """
+    """Collects the log-probabilities of a prompt's tokens, and the `top` ids at each position, while it is fed."""
 
     def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
         self._ids, self._top = ids, top
-        self._most_tokens, self.piece_tokens = _MOST_LOGITS // vocabulary, max(1, PIECE_LOGITS // vocabulary)
+        self._most_tokens = _MOST_LOGITS // vocabulary
+        self.piece_tokens = max(1, PIECE_LOGITS // vocabulary)  # to feed at a time, as each of them has V logits
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def check_piece(self, tokens: int) -> None:
@@ -115,8 +107,7 @@ def _set(loop: asyncio.AbstractEventLoop, events: Iterable[asyncio.Event]) -> No
         loop.call_soon_threadsafe(set_all)
 
 
-Reason = Literal[StopReason, "cancelled", "error"]
-"""Why a request has ended, see `Handle.reason`."""
+Reason = Literal[StopReason, "cancelled", "error"]  # why a request has ended, see `Handle.reason`
 
 
 class Handle:
@@ -156,6 +147,7 @@ class Handle:
         seed: int | None,
         on_step: Callable[[Step], None] | None = None,
         prompt_tokens: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
         text: AnswerText | None = None,
         wakeups: Wakeups | None = None,
     ) -> None:
@@ -167,10 +159,9 @@ class Handle:
         self.reason: Reason | None = None
         self.began = perf_counter()
         self.ended: float | None = None
-        self._cancel, self._on_step, self._text = cancel, on_step, text
+        self._cancel, self._on_step, self._text, self._prompt_logprobs = cancel, on_step, text, prompt_logprobs
         self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
-        self._prompt_logprobs: PromptLogprobs | None = None
         self._result: Output | BaseException | None = None  # None after the end: cancelled
         self._ended = False
         self._changed = threading.Condition()
@@ -208,7 +199,7 @@ class Handle:
 
         None before the first step, and if `Engine.add` was not asked for them.
         """
-        return None if self._prompt_logprobs is None else self._prompt_logprobs.tokens()
+        return self._prompt_logprobs.tokens() if self._prompt_logprobs is not None and self._steps else None
 
     @property
     def stop_text(self) -> str | None:
@@ -318,10 +309,6 @@ class Handle:
         if self.queue_s is None:
             self.queue_s = perf_counter() - self.began
 
-    def set_prompt_logprobs(self, logprobs: PromptLogprobs | None) -> None:
-        """Set the logprobs of the prompt, which has been fed. For the engine."""
-        self._prompt_logprobs = logprobs
-
     def add_step(self, step: Step, forward_s: float) -> None:
         """Add a step, which took `forward_s` seconds in the model; raise what `on_step` raises. For the engine."""
         if self.queue_s is not None and self.prefill_s is None:
@@ -364,53 +351,3 @@ def check_process(home: int) -> None:
             f"this engine decodes in process {home}, and process {os.getpid()}, which was forked from it, has no "
             "thread for that: make a new lade.Engine in this process"
         )
-
-
-class Queue(Protocol):
-    """The owner of queue slots."""
-
-    def release_slot(self, place: QueueSlot) -> Handle | None:
-        """Free a slot that no request has taken; otherwise return that request's handle."""
-        ...
-
-
-class QueueSlot:
-    """A slot in an engine's queue, from `Engine.reserve`. All methods are thread-safe.
-
-    A slot counts as a waiting request, so a full queue is noticed before the request is prepared. At the end of the
-    block a slot that no request has taken is free again.
-
-    >>> with engine.reserve() as place:
-    ...     ids = tokenizer("Once upon a time").input_ids
-    ...     handle = engine.add(ids, place=place, max_new_tokens=200)
-
-    Attributes:
-        handle: handle of the request that has taken the slot; None before.
-        engine: the queue that the slot belongs to.
-        released: True if the slot was released before a request took it.
-    """
-
-    def __init__(self, engine: Queue) -> None:
-        self.engine = engine
-        self.handle: Handle | None = None
-        self.released = False
-
-    def __repr__(self) -> str:
-        state = "taken" if self.handle is not None else "released" if self.released else "free"
-        return f"QueueSlot({state})"
-
-    def release(self) -> None:
-        """Release the slot unless a request has taken it. A request in preparation for it never starts."""
-        self.engine.release_slot(self)
-
-    def cancel(self) -> None:
-        """Release the slot, or cancel the request that has taken it."""
-        handle = self.engine.release_slot(self)
-        if handle is not None:
-            handle.cancel()
-
-    def __enter__(self) -> QueueSlot:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.release()

@@ -31,11 +31,11 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.running import ActiveRequest
 
-MIN_PREFIX = 32
-"""Minimum length of a shared prefix in tokens, below which a copy does not pay."""
+MIN_PREFIX = 32  # minimum length of a shared prefix in tokens, below which a copy does not pay
 
 Tokens = npt.NDArray[np.int64]
 Scope = tuple[str | None, Hashable]
+"""Tenant that may reuse a text, None for requests without one, and the model's state, see `state_of`."""
 SAMPLED_WEIGHTS = 16
 """Weights of which a value is part of a model's state: enough to see a step of training that wrote through `.data`."""
 
@@ -99,18 +99,13 @@ class RecordingDrafter(ForwardingDrafter):
 
 @dataclass(frozen=True)
 class CachedText:
-    """A text in the prefix cache.
-
-    Attributes:
-        scope: tenant that may reuse the text, None for requests without one, and the model's state, see `state_of`.
-        client: client whose request left the text.
-    """
+    """A text in the prefix cache."""
 
     scope: Scope
     tokens: Tokens  # ids, [L]
     cache: TreeCache
     said: CachedLogits
-    client: str | None = None
+    client: str | None = None  # whose request left the text
 
     @property
     def nbytes(self) -> int:
@@ -123,10 +118,6 @@ class PrefixCache:
 
     The least recently used text of the client with most bytes is evicted first. Otherwise a client that sends many
     texts, under any number of scopes, would evict all others'.
-
-    Attributes:
-        max_bytes: memory budget of all texts in bytes.
-        nbytes: memory in use in bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -145,10 +136,6 @@ class PrefixCache:
         self._texts.append(text)
         return text, length
 
-    def knows(self, scope: Scope, tokens: Sequence[int]) -> bool:
-        """Return True if `find` would return a text."""
-        return self._longest(scope, tokens)[0] >= MIN_PREFIX
-
     def _longest(self, scope: Scope, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the length of the longest common prefix with a cached text, and the text's index."""
         wanted = np.asarray(tokens, dtype=np.int64)
@@ -156,9 +143,7 @@ class PrefixCache:
 
     def lacks(self, scope: Scope, tokens: Sequence[int]) -> bool:
         """Return True if no cached text begins with these tokens and they are long enough to be cached."""
-        wanted = np.asarray(tokens, dtype=np.int64)
-        known = any(common(text.tokens, wanted) == len(wanted) for _, text in self._in_scope(scope))
-        return len(wanted) >= MIN_PREFIX and not known
+        return len(tokens) >= MIN_PREFIX and self._longest(scope, tokens)[0] < len(tokens)
 
     def put(self, text: CachedText) -> None:
         """Add a text, replacing texts that are prefixes of it. A text larger than the cache is not added."""
@@ -260,7 +245,7 @@ class PrefixReuse:
 
     def knows(self, active: ActiveRequest) -> bool:
         """Return True if a cached prefix of an unfed text exists."""
-        return self._serves(active) and self.prefix_cache.knows(self.scope_of(active), active.text)
+        return self._serves(active) and self.prefix_cache.find(self.scope_of(active), active.text) is not None
 
     def will_have_prefix(self, active: ActiveRequest, other: ActiveRequest) -> bool:
         """Return True if `active` will have a cached prefix once `other`, which has none, has been fed."""

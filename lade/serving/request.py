@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lade.grammar import GRAMMARS, Grammar
 from lade.hf.call import (
     Prediction,
     arguments_for_callable,
+    check_stats,
     clean_up,
     not_ids_message,
     prediction_ids,
@@ -39,20 +40,15 @@ from lade.model.runner import input_device
 from lade.model.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
 from lade.serving.handle import PromptLogprobs
-from lade.stats import Step
+from lade.stats import Stats, Step
 
-PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
-"""The empty tree: one token per step."""
+PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)  # the empty tree: one token per step
 _SEEDS = 2**64
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Per-request options that `model.generate` lacks, by the names that `Engine.add` has for them.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """Per-request options that `model.generate` lacks, by the names that `Engine.add` has for them."""
 
     lookahead: Lookahead = None
     seed: int | None = None
@@ -65,9 +61,14 @@ class RequestOptions:
     skip_special_tokens: bool = True
     scope: str | None = None
     client: str | None = None
+    on_step: Callable[[Step], None] | None = None
+    stats: Stats | None = None
 
     def __post_init__(self) -> None:
         refuse_unused_prediction(self.prediction, resolve(self.lookahead)[0])
+        check_stats(self.stats)
+        if self.on_step is not None and not callable(self.on_step):
+            raise ConfigError("on_step", self.on_step, "give a function that takes a Step, or None")
         seed, stops = self.seed, self.stop_texts
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
             raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
@@ -105,42 +106,24 @@ _REFUSED = {
 
 
 class EngineRequest:
-    """A prepared prompt, its options and its output.
-
-    Args:
-        prepared: the inputs that `model.generate` has prepared.
-        options: those beyond its own.
-        text: the stopping criterion that detokenizes the answer; None if its text is not needed.
-        plan: the model's mask plan, see `prepare`.
-
-    Attributes:
-        seed: seed of the draws; None if the request does not sample.
-        need: upper bound on the cache space of the request.
-        ids: ids of the prompt, without padding.
-        prompt_logprobs: collector of the prompt's logprobs; None if they are not requested.
-        images: the prompt's other inputs, until it is prefilled; None for plain text.
-
-    Raises:
-        InputError: the prompt is empty, has ids outside the vocabulary, or is with its answer longer than a table of
-            positions.
-        UnsupportedModelError, UnsupportedArgumentError: the request cannot be served exactly.
-    """
+    """A prepared prompt, its options and its output."""
 
     def __init__(
         self, prepared: Prepared, *, options: RequestOptions, text: AnswerText | None, plan: MaskPlan | None
     ) -> None:
         generation_config, self.config = prepared.generation_config, options.config
-        _, texts, self.images = check(prepared, plan=plan)
+        _, texts, self.images = check(prepared, plan=plan)  # images, until they are prefilled
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._prepared = replace(prepared, model_kwargs={})  # drop the images, which take memory
-        self.ids = texts.ids[0]
+        self.ids = texts.ids[0]  # without padding
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and (prepared.facts.recurrent or prepared.facts.indexers):
             why = "it feeds prompts in pieces of its own, and what this model writes depends on where a piece begins"
             refuse(f"prefill_chunk_size={generation_config.prefill_chunk_size}", why)
+        self.stats, self.on_step = Stats() if options.stats is None else options.stats, options.on_step
         self.text, self.scope, self.seed = text, options.scope, None
         self.client = options.scope if options.client is None else options.client
         if generation_config.do_sample:
@@ -197,7 +180,9 @@ def prepare(
     which walks through all modules.
 
     Raises:
-        InputError, UnsupportedModelError, UnsupportedArgumentError: see `EngineRequest`.
+        InputError: the prompt is empty, has ids outside the vocabulary, or is with its answer longer than a table of
+            positions.
+        UnsupportedModelError, UnsupportedArgumentError: the request cannot be served exactly.
     """
     arguments = with_present_cache_name(arguments)
     for name, remedy in _REFUSED.items():

@@ -17,29 +17,18 @@ from lade.serving.request import EngineRequest
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that is being prefilled or decoded, or that was preempted.
-
-    Attributes:
-        number: position in the order of admission.
-        row: the row that writes the answer; None until prefill begins.
-        cache: KV cache of the request's text until its row joins the batch.
-        fed: number of tokens of `text` that `cache` holds.
-        seconds: prefill time in seconds.
-        cancelled: True if the request is to be evicted before the next step.
-        scope: who may reuse its text, and the state of the model when its text was begun, see `PrefixReuse`.
-        failures: number of failed passes that the request was in.
-    """
+    """A request that is being prefilled or decoded, or that was preempted."""
 
     request: EngineRequest
     handle: Handle
-    number: int
-    row: Row | None = None
-    cache: TreeCache = field(default_factory=TreeCache)
-    fed: int = 0
-    seconds: float = 0.0
-    cancelled: bool = False
-    scope: tuple[str | None, Hashable] = (None, None)
-    failures: int = 0
+    number: int  # in the order of admission
+    row: Row | None = None  # writes the answer; None until prefill begins
+    cache: TreeCache = field(default_factory=TreeCache)  # of the text, until the row joins the batch
+    fed: int = 0  # tokens of `text` that `cache` holds
+    seconds: float = 0.0  # of prefill
+    cancelled: bool = False  # to be evicted before the next step
+    scope: tuple[str | None, Hashable] = (None, None)  # see `PrefixReuse.scope_of`, when the text was begun
+    failures: int = 0  # failed passes that the request was in
 
     def __post_init__(self) -> None:
         self.pinned = self.request.images is not None  # cannot be preempted: images are not fed again
@@ -72,8 +61,7 @@ class ActiveRequest:
             self.row, self.handle.cached_tokens = None, 0
 
 
-HEADROOM = 128
-"""Tokens of growth reserved for each row when another request is admitted."""
+HEADROOM = 128  # tokens of growth reserved for each row when another request is admitted
 
 
 class RunningSet:
@@ -82,25 +70,17 @@ class RunningSet:
     Requests are admitted by the space that they take now, plus headroom. When they have outgrown the cache, the one
     admitted last is preempted. It is resumed as soon as it fits, before any new request is admitted. The request
     admitted first is never preempted, so every request completes.
-
-    Attributes:
-        prefilling: requests whose text is being fed, in this order.
-        decoding: requests in the batch by their rows.
-        preempted: preempted requests in the order of admission.
-        active: all of these.
-        changes: number of changes to the set; as long as it stays the same, rows only grow.
-        resume_alone: whether preempted requests are resumed one after the other, to find the one that fails.
     """
 
     def __init__(self, capacity: Capacity, headroom: int) -> None:
         self.capacity, self._headroom = capacity, headroom
         self._spares = [sys.maxsize, *(headroom >> half for half in range(headroom.bit_length() + 1))]
-        self.prefilling: list[ActiveRequest] = []
-        self.decoding: dict[Row, ActiveRequest] = {}
-        self.preempted: list[ActiveRequest] = []
-        self.active: list[ActiveRequest] = []
-        self.changes = 0
-        self.resume_alone = False
+        self.prefilling: list[ActiveRequest] = []  # those whose text is being fed, in this order
+        self.decoding: dict[Row, ActiveRequest] = {}  # those in the batch
+        self.preempted: list[ActiveRequest] = []  # in the order of admission
+        self.active: list[ActiveRequest] = []  # all of these
+        self.changes = 0  # of the set: as long as it stays the same, rows only grow
+        self.resume_alone = False  # resume preempted requests one after the other, to find the one that fails
         self._numbers = itertools.count()
 
     def _note_change(self) -> None:
@@ -186,14 +166,11 @@ class KvAllocator:
 
     The need is recomputed when the running set has changed or rows have outgrown the last result, not at every step:
     it takes a good part of the time of a small model's pass.
-
-    Attributes:
-        checked: changes of the running set and size of the buffers at the last check; a new tuple each time.
     """
 
     def __init__(self, cache: RowCache, running: RunningSet) -> None:
         self._cache, self._running = cache, running
-        self.checked = -1, (0, 0)
+        self.checked = -1, (0, 0)  # changes of the running set and size of the buffers, a new tuple at each check
         self._longest_allowed = -1  # length of the longest row up to which the last check holds
 
     @property

@@ -1,11 +1,10 @@
-"""Admission: the waiting queue of an engine, and the thread that runs its batch."""
+"""Admission: the waiting queue of an engine, its slots, and the thread that runs its batch."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
@@ -14,13 +13,10 @@ import torch
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
 from lade.serving.batch import EngineBatch
 from lade.serving.capacity import Capacity
-from lade.serving.handle import Handle, QueueSlot, Wakeups, check_process
+from lade.serving.handle import Handle, Wakeups, check_process
 from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
-from lade.stats import Stats, Step
-
-Entry = tuple[EngineRequest, Handle]
 
 
 class WaitingQueue:
@@ -30,44 +26,85 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str | None, deque[Entry]] = {}  # no queue is empty; the first is served next
+        # no queue is empty; the first is served next
+        self._queues: dict[str | None, dict[Handle, EngineRequest]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> tuple[Handle, EngineRequest]:
         """The request to be served next; the queue must not be empty."""
-        return next(iter(self._queues.values()))[0]
+        queue = next(iter(self._queues.values()))
+        return next(iter(queue.items()))
 
     def add(self, request: EngineRequest, handle: Handle) -> None:
         """Append a request to its client's queue; a new client is served after the others."""
-        self._queues.setdefault(request.client, deque()).append((request, handle))
+        self._queues.setdefault(request.client, {})[handle] = request
 
-    def pop(self) -> Entry:
-        """Remove and return the request to be served next."""
+    def pop(self) -> None:
+        """Remove the request to be served next."""
         client = next(iter(self._queues))
         queue = self._queues.pop(client)
-        entry = queue.popleft()
+        del queue[next(iter(queue))]
         if queue:
             self._queues[client] = queue
-        return entry
 
     def remove(self, handle: Handle) -> None:
         """Remove a request, if it is waiting."""
         for client, queue in self._queues.items():
-            rest = deque(entry for entry in queue if entry[1] is not handle)
-            if len(rest) < len(queue):
-                self._queues[client] = rest
-                if not rest:
+            if queue.pop(handle, None) is not None:
+                if not queue:
                     del self._queues[client]
                 return
 
     def clear(self) -> list[Handle]:
         """Remove all requests and return their handles."""
-        handles = [handle for queue in self._queues.values() for _, handle in queue]
+        handles = [handle for queue in self._queues.values() for handle in queue]
         self._queues.clear()
         return handles
+
+
+class QueueSlot:
+    """A slot in an engine's queue, from `Engine.reserve`. All methods are thread-safe.
+
+    A slot counts as a waiting request, so a full queue is noticed before the request is prepared. At the end of the
+    block a slot that no request has taken is free again.
+
+    >>> with engine.reserve() as place:
+    ...     ids = tokenizer("Once upon a time").input_ids
+    ...     handle = engine.add(ids, place=place, max_new_tokens=200)
+
+    Attributes:
+        handle: handle of the request that has taken the slot; None before.
+        released: True if the slot was released before a request took it.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.handle: Handle | None = None
+        self.released = False
+
+    def __repr__(self) -> str:
+        state = "taken" if self.handle is not None else "released" if self.released else "free"
+        return f"QueueSlot({state})"
+
+    def release(self) -> None:
+        """Release the slot unless a request has taken it. A request in preparation for it never starts."""
+        if self.handle is None:
+            self.scheduler.release_slot(self)
+
+    def cancel(self) -> None:
+        """Release the slot, or cancel the request that has taken it."""
+        self.release()
+        if self.handle is not None:
+            self.handle.cancel()
+
+    def __enter__(self) -> QueueSlot:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.release()
 
 
 class Scheduler:
@@ -79,9 +116,6 @@ class Scheduler:
         batch: executes steps; used by the decoding thread only.
         max_waiting: see `Engine`; the attribute may be set at any time.
         ended: called when the thread has ended, with the exception that ended it, or None.
-
-    Attributes:
-        problem: the exception that ended the thread; None if none did.
     """
 
     def __init__(
@@ -97,7 +131,7 @@ class Scheduler:
         self._admitted_at = -1  # `RunningSet.changes` at the last admission
         self._changed, self._wakeups = threading.Condition(), Wakeups()
         self._closed = False
-        self.problem: BaseException | None = None
+        self.problem: BaseException | None = None  # that ended the thread
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
         self._thread.start()
@@ -147,35 +181,31 @@ class Scheduler:
             self._slots.add(place)
         return place
 
-    def release_slot(self, place: QueueSlot) -> Handle | None:
-        """See `QueueSlot.release`; return the handle of the request that has taken the slot, or None."""
-        if place.handle is None:
-            check_process(self._process)
-            with self._changed:
-                place.released = place.handle is None
-                self._slots.discard(place)
-        return place.handle
+    def release_slot(self, place: QueueSlot) -> None:
+        """See `QueueSlot.release`."""
+        check_process(self._process)
+        with self._changed:
+            place.released = place.handle is None
+            self._slots.discard(place)
 
     def check_slot(self, place: QueueSlot) -> None:
         """Raise what `submit` would raise for a slot, before the request is prepared."""
-        if place.handle is not None or place.engine is not self:
-            raise ConfigError(
-                "place", place, "give a slot that reserve() of this engine returned and no request has taken"
-            )
+        if not isinstance(place, QueueSlot) or place.handle is not None or place.scheduler is not self:
+            remedy = "give a slot that reserve() of this engine returned and no request has taken, or None"
+            raise ConfigError("place", place, remedy)
         if place.released:
             raise CancelledError("its place was released")
 
-    def submit(
-        self, request: EngineRequest, place: QueueSlot, stats: Stats, on_step: Callable[[Step], None] | None = None
-    ) -> Handle:
+    def submit(self, request: EngineRequest, place: QueueSlot) -> Handle:
         """Queue a prepared request and return its handle."""
         self._capacity.check(request.need)
         handle = Handle(
             self.cancel,
-            stats=stats,
+            stats=request.stats,
             seed=request.seed,
-            on_step=on_step,
+            on_step=request.on_step,
             prompt_tokens=request.prompt_tokens,
+            prompt_logprobs=request.prompt_logprobs,
             text=request.text,
             wakeups=self._wakeups,
         )
@@ -251,11 +281,11 @@ class Scheduler:
             self._dirty = False
             failed = list[tuple[Handle, Exception]]()
             while self._waiting and not self._closed:
-                handle = self._waiting.first[1]
+                handle, request = self._waiting.first
                 try:
-                    if not running.has_room(self._waiting.first[0]):
+                    if not running.has_room(request):
                         break
-                    self._running[handle] = running.add(*self._waiting.first)
+                    self._running[handle] = running.add(request, handle)
                 except Exception as problem:  # noqa: BLE001 - forwarded to the request
                     failed.append((handle, problem))
                 self._waiting.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import FrameType
 from typing import Any
 
@@ -57,7 +57,7 @@ class EngineSnapshot:
     prefix_bytes: int = 0
     max_prefix_bytes: int
     closed: bool
-    requests: Mapping[str, int]
+    requests: Mapping[str, int]  # from here on totals
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
@@ -71,6 +71,15 @@ class EngineSnapshot:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     forward_s: float = 0.0
+
+    def since(self, earlier: EngineSnapshot) -> EngineSnapshot:
+        """Return this snapshot with totals that count from an earlier one on."""
+        names = [each.name for each in fields(self)]
+        totals: dict[str, Any] = {}
+        for name in names[names.index("requests") :]:
+            old, new = getattr(earlier, name), getattr(self, name)
+            totals[name] = {key: new[key] - old.get(key, 0) for key in new} if isinstance(new, Mapping) else new - old
+        return replace(self, **totals)
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,7 @@ class CurrentWork:
     frame: FrameType | None
 
 
-_MAX_PENDING = 256
-"""Passes queued before they are counted."""
+_MAX_PENDING = 256  # passes queued before they are counted
 
 
 class Tally:

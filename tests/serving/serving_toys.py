@@ -129,7 +129,8 @@ class Driven:
         options = RequestOptions(resolve(lookahead)[0], seed=seed, scope=scope, prompt_logprobs=prompt_logprobs)
         request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, options=options)
         self.batch.capacity.check(request.need)
-        handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
+        logprobs = request.prompt_logprobs
+        handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step, prompt_logprobs=logprobs)
         self.waiting.append((request, handle))
         self.asked.append((handle, ids, handle.seed or 0 if seed is None else seed, arguments))
         return handle
