@@ -17,7 +17,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,31 +27,21 @@ from lade.backends.recurrent.layer import LinearFolding, RecurrentLayer, gather_
 from lade.model.inputs import upload
 
 Call = Callable[[], torch.Tensor]
+Replay = Callable[[Call], torch.Tensor]
+"""Runs a captured call again, on the present contents of the fixed tensors.
+
+It is given the call, for captures that call again: they do not keep it, which would keep its model alive. The result is
+always the same tensor, which the next replay of any captured call may overwrite.
+"""
 _WARM_UPS = 2
 """Calls before a capture: in the first one, libraries choose kernels and allocate workspaces."""
 _one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 
 
-class Recording(Protocol):
-    """A captured call."""
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """Run the call again, on the present contents of the fixed tensors.
-
-        Args:
-            call: the captured call, for recordings that call again; they do not keep it, which would keep its model
-                alive.
-
-        Returns:
-            The result of the call: always the same tensor, which the next replay of any recording may overwrite.
-        """
-        ...
-
-
 class Capture(Protocol):
     """Captures calls."""
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """Capture a call.
 
         Args:
@@ -79,7 +69,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._results = ResultMemory()
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """See `Capture.record`."""
         with _one_at_a_time, torch.cuda.device(self._device):
             here = torch.cuda.current_stream()
@@ -97,18 +87,12 @@ class CudaCapture:
                 # Other threads may keep allocating: only this thread is checked.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     result.copy_(call())
-        return _GraphRecording(graph, result, fixed)
 
+        def replay(_: Call, _kept: Sequence[torch.Tensor] = fixed) -> torch.Tensor:  # not freed before the graph
+            graph.replay()
+            return result
 
-class _GraphRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
-        self._graph, self._result = graph, result
-        self._fixed = fixed  # must not be freed before the graph
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """See `Recording.replay`."""
-        self._graph.replay()
-        return self._result
+        return replay
 
 
 class EagerReplay:
@@ -117,26 +101,23 @@ class EagerReplay:
     def __init__(self) -> None:
         self._results = ResultMemory()
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """See `Capture.record`."""
-        return _EagerRecording(fixed, self._results)
+        addresses = _addresses(fixed)
+        own: torch.Tensor | None = None
 
+        def replay(call: Call) -> torch.Tensor:
+            nonlocal own
+            result = call()
+            if _addresses(fixed) != addresses:
+                raise RuntimeError("a captured tensor has moved: a graph would read its old address")
+            if own is None:
+                own = self._results.like(result)
+            elif own.shape != result.shape:
+                raise RuntimeError(f"a call returned {list(result.shape)} after {list(own.shape)}")
+            return own.copy_(result)
 
-class _EagerRecording:
-    def __init__(self, fixed: Sequence[torch.Tensor], results: ResultMemory) -> None:
-        self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
-        self._result: torch.Tensor | None = None
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """See `Recording.replay`."""
-        result = call()
-        if _addresses(self._fixed) != self._addresses:
-            raise RuntimeError("a captured tensor has moved: a graph would read its old address")
-        if self._result is None:
-            self._result = self._results.like(result)
-        elif self._result.shape != result.shape:
-            raise RuntimeError(f"a call returned {list(result.shape)} after {list(self._result.shape)}")
-        return self._result.copy_(result)
+        return replay
 
 
 class ResultMemory:
@@ -152,7 +133,7 @@ class ResultMemory:
     def like(self, result: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same shape and dtype at a fixed address, in the shared memory."""
         if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
-            with torch.inference_mode(False):  # as in `Buffers`
+            with torch.inference_mode(False):  # as in `_allocated`
                 self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
         return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
 
@@ -231,16 +212,8 @@ class Buffers:
         self.hidden = ResultMemory()
         self.states = StateBuffers([each for each in layers if isinstance(each, StateShape)], rows)
         kinds = [kind for each in layers if not isinstance(each, StateShape) for kind in each]
-        self.groups: list[torch.Tensor] = []
-        found: dict[int, torch.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            equal = [number for number, other in enumerate(kinds) if other == kind]
-            shape = len(equal), rows, kind.heads, slots, kind.dim
-            with torch.inference_mode(False):  # generations outside inference mode write to them as well
-                self.groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
-            found.update(zip(equal, self.groups[-1].unbind(), strict=True))
-        self.keys = [found[number] for number in range(0, len(kinds), 2)]
-        self.values = [found[number] for number in range(1, len(kinds), 2)]
+        groups, views = _allocated(kinds, lambda kind, count: (count, rows, kind.heads, slots, kind.dim), 0)
+        self.groups, self.keys, self.values = list(groups.values()), views[::2], views[1::2]
 
     @property
     def fixed(self) -> list[torch.Tensor]:
@@ -283,6 +256,23 @@ class Buffers:
             group[:, targets, :, :used] = group[:, sources, :, :used]
 
 
+Kind = TypeVar("Kind", KVShape, StateShape)
+
+
+def _allocated(
+    kinds: Sequence[Kind], shape_of: Callable[[Kind, int], tuple[int, ...]], dim: int
+) -> tuple[dict[Kind, torch.Tensor], list[torch.Tensor]]:
+    """Return zeros for all tensors of each kind together, and the tensors one by one: views along `dim`."""
+    groups: dict[Kind, torch.Tensor] = {}
+    views: dict[int, torch.Tensor] = {}
+    for kind in dict.fromkeys(kinds):
+        equal = [number for number, other in enumerate(kinds) if other == kind]
+        with torch.inference_mode(False):  # generations outside inference mode write to them as well
+            groups[kind] = torch.zeros(shape_of(kind, len(equal)), dtype=kind.dtype, device=kind.device)
+        views.update(zip(equal, groups[kind].unbind(dim), strict=True))
+    return groups, [views[number] for number in range(len(kinds))]
+
+
 class StateBuffers:
     """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
 
@@ -297,15 +287,7 @@ class StateBuffers:
     """
 
     def __init__(self, kinds: Sequence[StateShape], rows: int) -> None:
-        self.groups: dict[StateShape, torch.Tensor] = {}
-        found: dict[int, torch.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            equal = [number for number, other in enumerate(kinds) if other == kind]
-            with torch.inference_mode(False):  # as in `Buffers`
-                group = torch.zeros(rows, len(equal), *kind.shape, dtype=kind.dtype, device=kind.device)
-            self.groups[kind] = group
-            found.update(zip(equal, group.unbind(1), strict=True))
-        self.states = [found[number] for number in range(len(kinds))]
+        self.groups, self.states = _allocated(kinds, lambda kind, count: (rows, count, *kind.shape), 1)
         self.memory: defaultdict[tuple[StateShape, str], ResultMemory] = defaultdict(ResultMemory)
 
     def clear(self) -> None:
@@ -323,20 +305,6 @@ class StateBuffers:
         for group in self.groups.values():
             into, rows = upload([np.array(targets), np.array(sources)], group.device)
             group[into] = group[rows]
-
-
-class HiddenBuffer:
-    """Hidden states `[B, S, H]` that a captured pass leaves, at a fixed address."""
-
-    def __init__(self, memory: ResultMemory) -> None:
-        self._memory = memory
-        self.states = torch.empty(0)
-
-    def take(self, states: torch.Tensor) -> None:
-        """Copy the states into the buffer; part of the captured pass."""
-        if not self.states.numel():
-            self.states = self._memory.like(states)
-        self.states.copy_(states)
 
 
 class NodeBuffers:

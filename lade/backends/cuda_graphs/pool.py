@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lade.backends.cuda_graphs.buffers import Buffers, Call, Capture, CudaCapture, EagerReplay, Layers, Recording
+from lade.backends.cuda_graphs.buffers import Buffers, Call, Capture, CudaCapture, EagerReplay, Layers, Replay
 from lade.errors import CaptureWarning
 from lade.locks import ForkSafeLock
 from lade.model.facts import inner_tensors, is_invariant
@@ -135,7 +135,7 @@ class BufferPool:
         with self._lock:
             self._entries = [entry for entry in self._entries if not entry.idle]
 
-    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """Capture a call that works on buffers of this pool; see `Capture.record`.
 
         If that fails, one `CaptureWarning` is issued, and nothing is captured from then on: replays call again.
