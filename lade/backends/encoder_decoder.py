@@ -127,14 +127,12 @@ def _biased_by_position(layer: Any, inputs: Inputs) -> AbstractContextManager[Ov
 class Encoded:
     """The encoder's output for B rows.
 
-    Attributes:
-        outputs: model output of the encoder, the hidden states `[B, T, H]` first.
-        mask: `[B, T]`, true for states that are not padding; None if there is no padding. Whisper passes a mask of the
-            whole audio even with segments of it, which its decoder ignores: a mask of other than B rows is left alone.
+    Whisper passes a mask of the whole audio even with segments of it, which its decoder ignores: a mask of other than B
+    rows is left alone.
     """
 
-    outputs: Any
-    mask: torch.Tensor | None = None
+    outputs: Any  # model output of the encoder, the hidden states [B, T, H] first
+    mask: torch.Tensor | None = None  # [B, T], true for states that are not padding; None if there is no padding
 
     @classmethod
     @torch.no_grad()

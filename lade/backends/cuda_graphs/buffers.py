@@ -58,9 +58,6 @@ class CudaCapture:
     """Captures CUDA graphs in one memory pool: they are replayed one at a time and share scratch memory.
 
     Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same stream.
-
-    Args:
-        device: device on which the calls launch their kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -193,23 +190,17 @@ class StepShape:
 class Buffers:
     """Keys and values of all layers, at fixed addresses; those of equal shape are views of one tensor.
 
-    Args:
-        layers: shapes of keys and values of each layer, and of recurrent states.
-        rows: B, number of rows of a batch.
-        slots: slots per row. The last slot is never written: zeros are copied from it.
+    There are B rows. The last slot of each is never written: zeros are copied from it.
 
     Attributes:
         keys, values: `[B, H, slots, D]` per layer.
         groups: `[N, B, H, slots, D]` each, the tensors that N layers' keys or values are views of.
-        states: states of recurrent layers.
-        passes: captured passes on these addresses, by shape; freed together with the buffers.
-        hidden: memory for the hidden states of a pass, shared by passes of all shapes.
     """
 
     def __init__(self, layers: Layers, rows: int, slots: int) -> None:
         self.layers, self.rows, self.slots = tuple(layers), rows, slots
-        self.passes: dict[StepShape, Any] = {}
-        self.hidden = ResultMemory()
+        self.passes: dict[StepShape, Any] = {}  # captured on these addresses, and freed with them
+        self.hidden = ResultMemory()  # for hidden states, shared by passes of all shapes
         self.states = StateBuffers([each for each in layers if isinstance(each, StateShape)], rows)
         kinds = [kind for each in layers if not isinstance(each, StateShape) for kind in each]
         groups, views = _allocated(kinds, lambda kind, count: (count, rows, kind.heads, slots, kind.dim), 0)
@@ -276,13 +267,9 @@ def _allocated(
 class StateBuffers:
     """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
 
-    Args:
-        kinds: shape of each state, layer by layer.
-        rows: number of rows of a batch.
-
     Attributes:
         groups: `[rows, N, ...]` per shape, for the N states of that shape.
-        states: `[rows, ...]` per state.
+        states: `[rows, ...]` per state, layer by layer.
         memory: memory for node inputs, shared by passes of all shapes, since one is replayed at a time.
     """
 
@@ -308,11 +295,7 @@ class StateBuffers:
 
 
 class NodeBuffers:
-    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses.
-
-    Args:
-        states: states to update; passes of other shapes on these states share the same memory.
-    """
+    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses."""
 
     def __init__(self, states: StateBuffers) -> None:
         self._states = states
@@ -338,11 +321,7 @@ class NodeBuffers:
             torch.stack(tensors, dim=1, out=self._tensors[key])  # [B, N, ...]
 
     def fold(self, paths: Sequence[Sequence[int]]) -> None:
-        """Fold the accepted path of each row into its states, in all layers at once.
-
-        Args:
-            paths: nodes of the pass per row, from the root on; none is empty.
-        """
+        """Fold the accepted path of each row, from the root on, into its states, in all layers at once."""
         for kind, group in self._states.groups.items():
             rows, count = len(paths), group.shape[1]
             state = group[:rows].flatten(0, 1)  # [B * N, ...], a view

@@ -26,16 +26,14 @@ class FallbackCache:
 
     They stay there until `reset`, after one `CaptureWarning`. See `lade.model.kv_cache.RowCache`.
 
-    Args:
-        make_static: returns an empty static cache, initially and after each `reset`; None where captures fail.
-        handed_out: the user's cache, which gets the rows in `give_back`; None if there is none.
+    An empty static cache is made at first and after each `reset`, or none where captures fail. A user's cache to be
+    `handed_out` gets the rows in `give_back`.
     """
 
     def __init__(self, make_static: Callable[[], StaticCache | None], handed_out: TreeCache | None = None) -> None:
         self._make_static, self._handed_out = make_static, handed_out
         self._static: StaticCache | None = None
-        self.dynamic: TreeCache | None = None
-        """The cache that holds the rows if there is no static one; None otherwise."""
+        self.dynamic: TreeCache | None = None  # holds the rows if there is no static one
 
     @property
     def current(self) -> StaticCache | TreeCache:
@@ -71,13 +69,9 @@ class FallbackCache:
         return self.current.spare_tokens(tokens)
 
     def try_static(self, call: Callable[[StaticCache], T]) -> T | None:
-        """Run a call on the static cache that may allocate memory.
+        """Return the result of a call that may allocate memory; None if `dynamic` holds the rows, from before or now.
 
-        Args:
-            call: function of the static cache; must leave its rows unchanged if it raises.
-
-        Returns:
-            The result of the call; None if `dynamic` holds the rows, from before or since this call.
+        The call must leave the rows unchanged if it raises.
 
         Raises:
             torch.OutOfMemoryError: the rows do not even fit into a `TreeCache`. The cache is then empty.
@@ -146,19 +140,15 @@ class FallbackCache:
 
     def give_back(self, tokens: int) -> None:
         """Release the buffers, after handing `tokens` of the only row to `handed_out`; 0 hands over nothing."""
-        if self._handed_out is not None and tokens:
-            self._hand_over(self._handed_out)
-            self._handed_out.give_back(tokens)
+        cache = self._handed_out
+        if cache is not None and tokens:
+            if self.room != (0, 0):
+                self.try_static(lambda static: static.copy_to(cache))
+                if self.dynamic is not None:
+                    cache.reset()  # drops rows copied before memory ran out
+                    cache.take(self.dynamic)
+            cache.give_back(tokens)
         self.reset()
-
-    def _hand_over(self, cache: TreeCache) -> None:
-        """Copy all rows to an empty cache."""
-        if self.room == (0, 0):
-            return
-        self.try_static(lambda static: static.copy_to(cache))
-        if self.dynamic is not None:
-            cache.reset()  # drops rows copied before memory ran out
-            cache.take(self.dynamic)
 
     def reset(self) -> None:
         """Drop all rows, and release the buffers."""

@@ -107,17 +107,11 @@ def roomy(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class Norm(NamedTuple):
-    """An RMS norm (Zhang and Sennrich, arXiv 1910.07467).
+    """An RMS norm (Zhang and Sennrich, arXiv 1910.07467)."""
 
-    Attributes:
-        weight: `[H]`.
-        eps: what is added to the mean of squares.
-        from_one: whether `weight` is the difference to 1.0, and results are rounded once, as in Gemma.
-    """
-
-    weight: torch.Tensor
-    eps: float
-    from_one: bool
+    weight: torch.Tensor  # [H]
+    eps: float  # added to the mean of squares
+    from_one: bool  # whether `weight` is the difference to 1.0, and results are rounded once, as in Gemma
 
     @classmethod
     def of(cls, module: Any) -> Norm:
@@ -129,13 +123,9 @@ class Norm(NamedTuple):
 def norm(
     x: torch.Tensor, by: Norm, add: torch.Tensor | None = None, add_norm: Norm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + add, or x itself, and its norm, `[..., H]` each.
+    """Return x + add, or x itself, and its norm, `[..., H]` each; x is contiguous.
 
-    Args:
-        x: contiguous states, `[..., H]`.
-        by: the norm.
-        add: what is added before, like `x`; None for nothing.
-        add_norm: norm of what is added, of the same kind as `by`; None for none.
+    With `add_norm`, a norm of the same kind, what is added is normed as well.
     """
     columns, out = x.shape[-1], roomy(x, *x.shape)
     total = x if add is None else torch.empty_like(x)
@@ -183,9 +173,7 @@ def rotate_and_store(
 def gated_product(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up, `[..., I]`, of contiguous `[..., 2 * I]`: gates first (Shazeer, arXiv 2002.05202).
 
-    Args:
-        gate_up: both, side by side.
-        activation: `TANH`, or SiLU by any name.
+    The activation is `TANH`, or SiLU by any name.
     """
     columns = gate_up.shape[-1] // 2
     out = roomy(gate_up, *gate_up.shape[:-1], columns)

@@ -58,18 +58,13 @@ class BufferPool:
 
     Args:
         make_capture: returns the capture for a set of buffers; called once for each.
-        setup: returns the setup that captures depend on, see `capture_setup`. Read at each `acquire`; only buffers of
-            the same setup are reused.
-
-    Attributes:
-        capture_failed_in: setup in which a capture has failed; None if none has.
-        fusion_failed_in: setup in which a fused pass differed from the model's own; None if none has.
+        setup: returns the setup that captures depend on, see `capture_setup`; only buffers of the same one are reused.
     """
 
     def __init__(self, make_capture: Callable[[], Capture], setup: Callable[[], Hashable] = lambda: None) -> None:
         self._make_capture, self._setup = make_capture, setup
-        self.capture_failed_in: Hashable = None
-        self.fusion_failed_in: Hashable = None
+        self.capture_failed_in: Hashable = None  # the setup in which a capture has failed, if one has
+        self.fusion_failed_in: Hashable = None  # the one in which a fused pass differed from the model's own
         self._entries: list[_Entry] = []
         self._lock = ForkSafeLock()
 

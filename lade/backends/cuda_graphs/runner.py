@@ -37,22 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 class CapturedPass:
-    """A pass of one shape on some buffers.
+    """A pass of one shape on some buffers."""
 
-    Attributes:
-        shape: the shape.
-        inputs: the inputs that it reads.
-        nodes: what its nodes leave for the update of recurrent states.
-        states: hidden states `[B, S, H]` that it leaves, if its shape has them.
-        replay: runs it, once it is captured.
-    """
-
-    replay: Replay
+    replay: Replay  # set once it is captured
 
     def __init__(self, shape: StepShape, buffers: Buffers, device: torch.device) -> None:
         self.shape, self._memory = shape, buffers.hidden
         self.inputs = StaticInputs(shape.rows, shape.size, device, shape.axes)
-        self.nodes, self.states = NodeBuffers(buffers.states), torch.empty(0)
+        self.nodes = NodeBuffers(buffers.states)  # what nodes leave for the update of recurrent states
+        self.states = torch.empty(0)  # [B, S, H], hidden states that it leaves if its shape asks for them
 
     def take_states(self, states: torch.Tensor) -> None:
         """Copy hidden states to their fixed address; a part of the pass."""
@@ -64,13 +57,8 @@ class CapturedPass:
 class GraphRunner(EagerRunner):
     """Pads each step to one of a few shapes, and replays the captured pass of that shape.
 
-    Args:
-        model: a transformers model; `capture_refusal` in `backend.py` tells which can be captured.
-        plan: how the model takes its masks.
-        generation_config: generation settings, see `EagerRunner`.
-        pool: pool of buffers and captured passes.
-        facts: survey of the model, see `EagerRunner`.
-        fuses: whether passes are fused where that is possible.
+    The model is one that `capture_refusal` does not refuse, and the pool its own. With `fuses`, passes are fused where
+    that is possible; see `EagerRunner` for the rest.
     """
 
     sizing = StaticCache

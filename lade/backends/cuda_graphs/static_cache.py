@@ -77,17 +77,8 @@ class StaticCache:
         return max(AHEAD_TOKENS, tokens)
 
     @property
-    def empty(self) -> bool:
-        """True while there are no buffers."""
-        return self._rows is None
-
-    @property
     def rows(self) -> StaticRows:
-        """The rows and their buffers.
-
-        Raises:
-            RuntimeError: the cache is empty.
-        """
+        """The rows and their buffers; raises `RuntimeError` while it is empty."""
         if self._rows is None:
             raise RuntimeError("an empty static cache has no buffers: fill a TreeCache and join it")
         return self._rows
@@ -210,11 +201,7 @@ class StaticCache:
         self.rows.select(rows[:-1])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order.
-
-        Raises:
-            ValueError: there are more rows than the buffers have.
-        """
+        """Keep only these rows, in this order; raises `ValueError` for more rows than the buffers have."""
         rows: list[int] = indices.tolist()
         if len(rows) > self.buffers.rows:
             raise ValueError(f"indices={rows} are too many: the buffers have {self.buffers.rows} rows")
@@ -228,25 +215,16 @@ class StaticCache:
 
 
 class StaticRows:
-    """The first rows of some buffers, each with its own length. Nothing here allocates memory.
-
-    Args:
-        buffers: buffers to use, all zero.
-
-    Attributes:
-        lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
-        ends: `[B]`, slots from which on each row is zero.
-        offsets: offsets of the positions that follow the cached tokens.
-        layers: layers of the model's cache, in order. The states of recurrent ones are views of the buffers; keys and
-            values are not in them.
-    """
+    """The first rows of some buffers, each with its own length. Nothing here allocates memory."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.lengths: list[int] = [0]
-        self.ends: list[int] = []
-        self.offsets = PositionOffsets()
-        self.layers: list[Any] = []
+        self.buffers = buffers  # all zero at first
+        self.lengths: list[int] = [0]  # [B], cached tokens of each row; [0] while there are no rows
+        self.ends: list[int] = []  # [B], slots from which on each row is zero
+        self.offsets = PositionOffsets()  # of the positions that follow the cached tokens
+        self.layers: list[
+            Any
+        ] = []  # of the model's cache; states are views of the buffers, keys and values not in them
         self._nodes: NodeBuffers | None = None  # node inputs of the last pass, until `keep`
         self._padded: StepShape | None = None  # shape of the last pass, if it wrote to unused rows
 
@@ -317,11 +295,9 @@ class StaticRows:
             self._padded = shape
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Keep, of the last `fed` tokens, those on the path, and set the others to zero.
+        """Keep, of the `fed` tokens that the last pass appended to every row, those on its path; zero the others.
 
-        Args:
-            paths: indices to keep for each row, ascending, counted from the first of the `fed` tokens.
-            fed: number of tokens that the last pass appended to every row.
+        Paths are ascending indices, counted from the first of these tokens.
         """
         if self._nodes is not None and all(paths):  # states no longer matter if a row keeps nothing
             self._nodes.fold(paths)

@@ -160,10 +160,8 @@ class GrammarConstraint:
     the tokens they expect. A grammar that exceeds its limits is reported by the processor, which runs next: here it
     only means that nothing is drafted any more.
 
-    Args:
-        matcher: matcher at the start of the grammar.
-        start: number of prompt tokens.
-        vocabulary: ids below it are tokens of both model and tokenizer; other ids would disable a matcher.
+    The matcher is at the start of the grammar, after `start` tokens of the prompt. Ids from `vocabulary` on are not
+    tokens of both model and tokenizer, and would disable a matcher.
     """
 
     def __init__(self, matcher: Matcher, start: int, vocabulary: int) -> None:

@@ -48,13 +48,7 @@ class _Nodes(NamedTuple):
 
 
 class MtpRunner:
-    """See `lade.decoding.mtp.MtpLayer`.
-
-    Args:
-        runner: runner of the model's passes, which are watched; it `exposes_states`.
-        loaded: the model's MTP layer.
-        gathers: see `Head`.
-    """
+    """See `lade.decoding.mtp.MtpLayer`; the runner makes the model's passes, which are watched: it `exposes_states`."""
 
     def __init__(self, runner: EagerRunner, loaded: Loaded, gathers: bool | None = None) -> None:
         pack_alike(loaded, runner.facts)

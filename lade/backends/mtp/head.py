@@ -26,11 +26,9 @@ _LEAST = 1e-6
 
 
 class Head:
-    """Predictions by the language model head.
+    """Predictions by the language model head of transformers' `MtpModel`, which scales what it returns.
 
-    Args:
-        mtp: transformers' `MtpModel`, which has the head, and scales what it returns.
-        gathers: whether to compute the logits of some tokens only; None if the vocabulary is large.
+    With `gathers` the logits of some tokens only are computed; None for that if the vocabulary is large.
     """
 
     def __init__(self, mtp: Any, gathers: bool | None = None) -> None:
@@ -44,16 +42,10 @@ class Head:
         self._counts = np.zeros(0 if self._weight is None else len(self._weight), np.int64)
         self._hot, self._rows = torch.empty(0, dtype=torch.long), torch.empty(0)
         self._since = RENEW_AFTER
-        self.may_gather = False
-        """Whether the logits of some tokens alone can be computed: once there is a hot list."""
+        self.may_gather = False  # the logits of some tokens alone, before there is a hot list
 
     def predict(self, states: torch.Tensor, candidates: Collection[int] | None) -> Predictions:
-        """Predict what follows.
-
-        Args:
-            states: `[E, H]`, outputs of the layer.
-            candidates: tokens whose logits are wanted; None to compute the whole head.
-        """
+        """Predict what follows the layer's outputs `[E, H]` among these candidates; None to compute the whole head."""
         if candidates is not None and self.may_gather:
             predictions = self._gathered(states, candidates)
         else:

@@ -27,17 +27,11 @@ class PromptPass(NamedTuple):
 
 
 class KnownStates:
-    """States of a row's text that the layer has not taken in.
-
-    Attributes:
-        start: place of the first one.
-        end: the place behind the last one.
-        parts: `[T, H]` each, one after the other.
-    """
+    """States of a row's text that the layer has not taken in, from place `start` to before `end`."""
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
-        self.parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []  # [T, H] each, one after the other
 
     def add(self, start: int, states: torch.Tensor) -> None:
         """Add states `[T, H]` from place `start` on; where some are missing before them, older ones are dropped."""

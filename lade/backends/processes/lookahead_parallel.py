@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from lade.backends.processes.leader import LeadingCache, LeadingRunner, digest, flattened
+from lade.backends.processes.leader import LeadingCache, LeadingRunner
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, packed, unpacked
 from lade.decoding.tree import ROOT, TokenTree
@@ -40,17 +40,11 @@ from lade.model.runner import EagerRunner
 
 
 class _Leaf(NamedTuple):
-    """A leaf of a tree.
+    """A leaf of a tree."""
 
-    Attributes:
-        node: index of the leaf.
-        path: number of nodes from the root to the leaf, both included.
-        fresh: number of these that are not on the path to the previous leaf.
-    """
-
-    node: int
-    path: int
-    fresh: int
+    node: int  # its index
+    path: int  # number of nodes from the root to the leaf, both included
+    fresh: int  # number of these that are not on the path to the previous leaf
 
 
 def partition(parents: Sequence[int], parts: int, taken: Sequence[int] | None = None) -> list[list[int]]:
@@ -129,15 +123,11 @@ def _with_ancestors(leaves: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 class PartialCache(TreeCache):
-    """Cache of the whole text for the decoding loop; this process's keys and values are in a cache of its own.
-
-    Attributes:
-        own: cache of the tokens that this process has fed; the last tokens of a row may be missing in it.
-    """
+    """Cache of the whole text for the decoding loop; this process's keys and values are in a cache of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = TreeCache()
+        self.own = TreeCache()  # of the tokens that this process has fed; the last ones of a row may be missing in it
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._missing: list[list[list[int]]] = []  # [B][P], ids of a row's last tokens that a process has not fed
         self._trees: Sequence[TokenTree] = ()
@@ -182,10 +172,9 @@ class PartialCache(TreeCache):
         return own
 
     def gathered(self, found: torch.Tensor) -> torch.Tensor:
-        """Gather data of all nodes `[B, S, X]` in the leader; followers get their own data back.
+        """Gather data of all nodes `[B, S, X]`, such as logits, in the leader; followers get their own data back.
 
-        Args:
-            found: `[B, S, X]`, such as logits, of the nodes that this process has fed, missing tokens first.
+        What is given is of the nodes that this process has fed, missing tokens first.
         """
         mine = torch.cat(
             [
@@ -385,9 +374,7 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache, *, wants_entries: bool
     ) -> list[Readout]:
         """See `lade.decoding.loop.Reader`."""
-        assert isinstance(cache, LeadingPartialCache)
-        sent = list(map(flattened, trees))
-        with self._leader.announced("read", cache.number, sent, wants_entries, digest(trees, cache.lengths)):
+        with self._announced("read", trees, cache, wants_entries):
             found = self.read(trees, rows, cache, wants_entries=wants_entries)
         whole, size = unpacked(found.flatten(0, 1)), found.shape[1]
         return [whole.rows(row * size, len(tree)) for row, tree in enumerate(trees)]

@@ -37,11 +37,7 @@ class RefedCache(TreeCache):
         self._paths = paths
 
     def commit(self, held: Sequence[int]) -> None:
-        """Fold the text before the new roots into the states, and drop the other nodes.
-
-        Args:
-            held: `[B]`, number of kept nodes that are in the new trees.
-        """
+        """Fold the text before the new roots into the states; of the kept nodes `held`, `[B]`, are in the new trees."""
         texts = [path[: len(path) - own] for path, own in zip(self._paths, held, strict=True)]
         if self._slots is None:  # the roots are the last tokens of the prompts
             super().keep(texts, 0, [1] * len(texts))
@@ -75,10 +71,7 @@ class RefeedingRunner:
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
         """Feed one tree per row, whose root is text, and return the logits of nodes that are new, `[B, S, V]`.
 
-        Args:
-            trees: one tree per row.
-            held: `[B]`, number of leading nodes that an earlier pass has fed.
-            cache: cache whose `keep` was called with these nodes.
+        Of each tree the first nodes, `held`, were fed by an earlier pass, and given to the cache's `keep`.
         """
         cache.commit(held)
         logits = self._runner.forward(trees, [()] * len(trees), cache)
