@@ -32,19 +32,21 @@ class FallbackCache:
 
     def __init__(self, make_static: Callable[[], StaticCache | None], handed_out: TreeCache | None = None) -> None:
         self._make_static, self._handed_out = make_static, handed_out
-        self._static: StaticCache | None = None
-        self.dynamic: TreeCache | None = None  # holds the rows if there is no static one
+        self._current: StaticCache | TreeCache | None = None
 
     @property
     def current(self) -> StaticCache | TreeCache:
         """The cache that holds the rows."""
-        if self._static is None and self.dynamic is None:
-            self._static = self._make_static()
-            if self._static is None:
-                self.dynamic = TreeCache()
-        current = self._static if self.dynamic is None else self.dynamic
-        assert current is not None
-        return current
+        if self._current is None:
+            static = self._make_static()
+            self._current = TreeCache() if static is None else static
+        return self._current
+
+    @property
+    def dynamic(self) -> TreeCache | None:
+        """The cache that holds the rows if it is no static one; None otherwise."""
+        current = self.current
+        return current if isinstance(current, TreeCache) else None
 
     @property
     def lengths(self) -> list[int]:
@@ -76,20 +78,20 @@ class FallbackCache:
         Raises:
             torch.OutOfMemoryError: the rows do not even fit into a `TreeCache`. The cache is then empty.
         """
-        _ = self.current
-        if self._static is None:
+        static = self.current
+        if isinstance(static, TreeCache):
             return None
         try:
-            return call(self._static)
+            return call(static)
         except torch.OutOfMemoryError as problem:
             reason = (str(problem).splitlines() or [""])[0]
-        self._move(self._static, reason)  # outside `except`, so that tensors in the error's frames are freed
+        self._move(static, reason)  # outside `except`, so that tensors in the error's frames are freed
         return None
 
     def _move(self, static: StaticCache, reason: str) -> None:
         grown = TreeCache()
         static.move_to(grown)
-        self._static, self.dynamic = None, grown
+        self._current = grown
         logger.info("no memory for captured passes, these texts continue without: %s", reason)
         warnings.warn(
             f"there is no memory for captured passes, so these texts continue without, which is slower: "
@@ -103,7 +105,7 @@ class FallbackCache:
         places = [(0, row) for row in range(len(filled.lengths))]
         self.try_static(lambda static: static.join([filled], places))
         if self.dynamic is not None:
-            self.dynamic = filled
+            self._current = filled
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache, which is empty afterwards."""
@@ -116,7 +118,6 @@ class FallbackCache:
 
         After a fallback nothing is reserved: the dynamic cache grows with its rows.
         """
-        _ = self.current
         if self.dynamic is not None:
             self.dynamic.reserve(rows, slots)
         else:
@@ -152,6 +153,6 @@ class FallbackCache:
 
     def reset(self) -> None:
         """Drop all rows, and release the buffers."""
-        current, self._static, self.dynamic = self._static or self.dynamic, None, None
+        current, self._current = self._current, None
         if current is not None:
             current.reset()

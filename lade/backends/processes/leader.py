@@ -297,19 +297,17 @@ class LeadingCache(TreeCache):
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
         """See `TreeCache`."""
-        copy = self._empty()
+        copy = type(self)(self._leader)
         self._leader.defer("copy", self.number, copy.number, row, tokens)
         copy.adopt(super().copy_row(row, tokens))
         return copy
-
-    def _empty(self) -> LeadingCache:
-        return LeadingCache(self._leader)
 
 
 class LeadingRunner(EagerRunner):
     """Runs passes together with the followers, to which the leader announces them."""
 
     exposes_states = False
+    caches: type[LeadingCache] = LeadingCache
     shares_head = True
     """True if the language model head is split as well, so that all processes run it over prompts."""
 
@@ -324,13 +322,13 @@ class LeadingRunner(EagerRunner):
         super().__init__(model, plan, generation_config, facts)
         self._leader, self.processes = leader, leader.size
 
-    def tree_cache(self) -> TreeCache:
+    def tree_cache(self) -> LeadingCache:
         """See `EagerRunner`."""
-        return LeadingCache(self._leader)
+        return self.caches(self._leader)
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> LeadingCache:
         """See `EagerRunner`."""
-        return LeadingCache(self._leader)
+        return self.tree_cache()
 
     def for_prompts(self, prompts: PreparedPrompts | None) -> LeadingRunner:
         """See `EagerRunner`; prompts must be text alone."""

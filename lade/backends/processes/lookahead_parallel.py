@@ -343,13 +343,11 @@ class PartRunner(EagerRunner):
 class LeadingPartialCache(LeadingCache, PartialCache):
     """A partial cache in the leader, which announces its changes."""
 
-    def _empty(self) -> LeadingPartialCache:
-        return LeadingPartialCache(self._leader)
-
 
 class LeadingPartRunner(LeadingRunner, PartRunner):
     """Feeds the leader's part of each tree, and announces the pass."""
 
+    caches = LeadingPartialCache
     shares_head = False
 
     @property
@@ -361,14 +359,6 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
     def parts(self) -> int:
         """See `EagerRunner`."""
         return self.processes
-
-    def tree_cache(self) -> TreeCache:
-        """See `EagerRunner`."""
-        return LeadingPartialCache(self._leader)
-
-    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> LeadingCache:
-        """See `EagerRunner`."""
-        return LeadingPartialCache(self._leader)
 
     def readouts(
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache, *, wants_entries: bool

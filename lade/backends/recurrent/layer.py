@@ -73,7 +73,7 @@ def convolution(
     activation: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Compute the causal convolution `[B, C, S]` of each node along its ancestors; called like all `cores`."""
+    """Compute the causal convolution `[B, C, S]` of each node along its ancestors; called like all cores."""
     exact = torch.promote_types(weight.dtype, torch.float32)  # 16-bit results are rounded once, as in the original
     inputs, weights = hidden_states.mT.to(exact).contiguous(), weight.to(exact).mT.contiguous()  # [B, L, C], [width, C]
     cached = inputs.shape[1] - tree_pass.size
