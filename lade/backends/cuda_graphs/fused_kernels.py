@@ -138,26 +138,14 @@ def norm(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[Norm, Norm] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    qkv: torch.Tensor,  # [B, S, (H + 2 * Hkv) * D]: queries, keys and values of all heads
+    turns: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, contiguous [B, S, D] in the dtype of `qkv`
+    norms: tuple[Norm, Norm] | None,  # of queries' and of keys' heads, of one kind; None for none
+    keys: torch.Tensor,  # cache [B, Hkv, slots, D], written in place
+    values: torch.Tensor,  # like `keys`, with the same strides
+    slots: torch.Tensor,  # [B, S] int64, slot of each token
 ) -> torch.Tensor:
-    """Rotate queries and keys by their positions, and write keys and values to the cache.
-
-    Args:
-        qkv: `[B, S, (H + 2 * Hkv) * D]`: queries, keys and values of all heads.
-        turns: cosines and sines of the positions, contiguous `[B, S, D]` in the states' dtype.
-        norms: norms of queries' and of keys' heads, of one kind; None for none.
-        keys: cache `[B, Hkv, slots, D]`; written in place, as is `values`, which has the same strides.
-        values: cache `[B, Hkv, slots, D]`.
-        slots: `[B, S]` int64, slot of each token.
-
-    Returns:
-        Rotated queries, `[B, S, H, D]`.
-    """
+    """Write keys and values to the cache; return rotated queries, `[B, S, H, D]`, as the keys are."""
     rows, step, width = qkv.shape
     kv_heads, dim = keys.shape[1], keys.shape[-1]
     query = qkv.new_empty(rows, step, width // dim - 2 * kv_heads, dim)

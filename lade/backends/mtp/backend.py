@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from lade.backends.mtp.load import Loaded, examine, give_up, layer_of, pack_alike
 from lade.decoding.kernels.layout import CEILING, MTP_WIDTH
@@ -150,35 +149,24 @@ class KnownStates:
         return taken
 
 
-class StateRecorder:
-    """Records the prompts that this thread feeds to a model, and their states."""
+@contextmanager
+def prompt_passes(model: Any, cache_name: str) -> Iterator[list[PromptPass]]:
+    """Record the prompts that this thread feeds to a model, and their states, while the context lasts."""
+    passes, begun = list[PromptPass](), list[tuple[torch.Tensor | None, int]]()
 
-    def __init__(self, model: PreTrainedModel, cache_name: str) -> None:
-        self._model: Any = model
-        self._cache_name = cache_name
-        self._ids: torch.Tensor | None = None
-        self._start = 0
-        self.passes: list[PromptPass] = []
+    def note_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get(cache_name)
+        start = 0 if cache is None else int(cache.get_seq_length())
+        begun[:] = [(kwargs.get("input_ids", args[0] if args else None), start)]
 
-    @contextmanager
-    def prompts(self) -> Iterator[list[PromptPass]]:
-        """A block whose passes feed prompts; they are in the list when it ends."""
-        self.passes = []
-        decoder = self._model.get_decoder()
-        with hooked(self._model, before=self._note_ids), hooked(decoder, after=self._note_states):
-            yield self.passes
-        self.passes = []
-
-    def _note_ids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get(self._cache_name)
-        self._ids = kwargs.get("input_ids", args[0] if args else None)
-        self._start = 0 if cache is None else int(cache.get_seq_length())
-
-    def _note_states(self, output: Any) -> None:
+    def note_states(output: Any) -> None:
         states: torch.Tensor = output[0]  # [B, T, H]
-        ids, self._ids = self._ids, None
+        ids, start = begun.pop() if begun else (None, 0)
         if ids is not None and ids.shape == states.shape[:2]:
-            self.passes.append(PromptPass(ids.tolist(), self._start, states.detach()))
+            passes.append(PromptPass(ids.tolist(), start, states.detach()))
+
+    with hooked(model, before=note_ids), hooked(model.get_decoder(), after=note_states):
+        yield passes
 
 
 def states_in(passes: Sequence[PromptPass], row: RowText, known: KnownStates | None) -> KnownStates | None:
@@ -218,7 +206,6 @@ class MtpRunner:
         self._mtp = mtp = loaded.mtp
         self._head = Head(mtp, gathers)
         self._runner = runner
-        self._recorder = StateRecorder(runner.model, runner.facts.cache_name or CACHE)
         self._states: list[torch.Tensor] = []  # [B, S, H], of the last pass over trees
         self._plan = plan_for(mtp.config, by_layer_type=False)
         self._device, self._dtype = runner.model.device, runner.model.dtype
@@ -235,7 +222,7 @@ class MtpRunner:
     @contextmanager
     def reading(self, rows: Sequence[RowText]) -> Iterator[None]:
         """See `MtpLayer`."""
-        with self._recorder.prompts() as passes:
+        with prompt_passes(self._runner.model, self._runner.facts.cache_name or CACHE) as passes:
             yield
             for row in rows:
                 if (known := states_in(passes, row, self._known.get(row))) is not None:

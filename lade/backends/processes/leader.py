@@ -204,15 +204,10 @@ class Leader:
     """Announces the passes and cache operations of one call to the followers."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self._channel, self.size = channel, channel.size
         self._waiting: list[tuple[Any, ...]] = []
         self._numbers = count()
         self._in_pass = False
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._channel.size
 
     def number(self, cache: TreeCache) -> int:
         """Return a number that identifies a new cache in all processes; it is dropped when this one is collected."""

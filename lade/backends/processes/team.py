@@ -92,14 +92,10 @@ class Team:
     def __init__(self, model: PreTrainedModel, *, parts: bool = False) -> None:
         self.parts = parts  # true if each process has the whole model and feeds a part of each tree
         self.channel = Channel()
+        self.leads = self.channel.rank == 0
         check_identical(self.channel.gather(identity_of(model)))
         self.leader: Leader | None = None  # of the present call; None between calls, and in followers
         self.busy = threading.Lock()
-
-    @property
-    def leads(self) -> bool:
-        """True in the leader process, rank 0."""
-        return self.channel.rank == 0
 
 
 def team_of(model: PreTrainedModel) -> Team | None:
