@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -152,6 +152,9 @@ class StateShape:
     device: torch.device
 
 
+NodeMemory = defaultdict[tuple[StateShape, str], ResultMemory]
+
+
 @dataclass(frozen=True)
 class KVShape:
     """Shape, dtype and device of the keys, or of the values, of one layer."""
@@ -187,21 +190,44 @@ class StepShape:
     reads: bool = False
 
 
-class Buffers:
-    """Keys and values of all layers, at fixed addresses; those of equal shape are views of one tensor.
+Kind = TypeVar("Kind", KVShape, StateShape)
 
-    There are B rows. The last slot of each is never written: zeros are copied from it.
+
+def _allocated(
+    kinds: Sequence[Kind], shape_of: Callable[[Kind, int], tuple[int, ...]], dim: int
+) -> tuple[dict[Kind, torch.Tensor], list[torch.Tensor]]:
+    """Return zeros for all tensors of each kind together, and the tensors one by one: views along `dim`."""
+    groups: dict[Kind, torch.Tensor] = {}
+    views: dict[int, torch.Tensor] = {}
+    for kind in dict.fromkeys(kinds):
+        equal = [number for number, other in enumerate(kinds) if other == kind]
+        with torch.inference_mode(False):  # generations outside inference mode write to them as well
+            groups[kind] = torch.zeros(shape_of(kind, len(equal)), dtype=kind.dtype, device=kind.device)
+        views.update(zip(equal, groups[kind].unbind(dim), strict=True))
+    return groups, [views[number] for number in range(len(kinds))]
+
+
+class Buffers:
+    """Keys, values and recurrent states of all layers, at fixed addresses.
+
+    Those of equal shape are views of one tensor. There are B rows. The last slot of each is never written: zeros are
+    copied from it.
 
     Attributes:
         keys, values: `[B, H, slots, D]` per layer.
         groups: `[N, B, H, slots, D]` each, the tensors that N layers' keys or values are views of.
+        states: `[B, ...]` per state, layer by layer.
+        state_groups: `[B, N, ...]` per shape, for the N states of that shape.
+        node_memory: for node inputs, shared by passes of all shapes, since one is replayed at a time.
     """
 
     def __init__(self, layers: Layers, rows: int, slots: int) -> None:
         self.layers, self.rows, self.slots = tuple(layers), rows, slots
         self.passes: dict[StepShape, Any] = {}  # captured on these addresses, and freed with them
         self.hidden = ResultMemory()  # for hidden states, shared by passes of all shapes
-        self.states = StateBuffers([each for each in layers if isinstance(each, StateShape)], rows)
+        self.node_memory: NodeMemory = defaultdict(ResultMemory)
+        states = [each for each in layers if isinstance(each, StateShape)]
+        self.state_groups, self.states = _allocated(states, lambda kind, count: (rows, count, *kind.shape), 1)
         kinds = [kind for each in layers if not isinstance(each, StateShape) for kind in each]
         groups, views = _allocated(kinds, lambda kind, count: (count, rows, kind.heads, slots, kind.dim), 0)
         self.groups, self.keys, self.values = list(groups.values()), views[::2], views[1::2]
@@ -209,7 +235,7 @@ class Buffers:
     @property
     def fixed(self) -> list[torch.Tensor]:
         """Tensors whose addresses captured passes depend on."""
-        return [*self.groups, *self.states.groups.values()]
+        return [*self.groups, *self.state_groups.values()]
 
     def fit(self, layers: Layers, rows: int, slots: int) -> bool:
         """Return True if these layers fit, with `rows` and `slots`."""
@@ -217,9 +243,8 @@ class Buffers:
 
     def clear(self) -> None:
         """Set everything to zero."""
-        for group in self.groups:
+        for group in self.fixed:
             group.zero_()
-        self.states.clear()
 
     def clear_rows(self, rows: int | slice, slots: slice) -> None:
         """Set slots of one row or several to zero, in all layers at once."""
@@ -241,64 +266,19 @@ class Buffers:
         if not moved:
             return
         numbers = [np.array(column) for column in zip(*moved, strict=True)]
-        self.states.select(*zip(*moved, strict=True))
+        for group in self.state_groups.values():
+            targets, sources = upload(numbers, group.device)
+            group[targets] = group[sources]
         for group in self.groups:
             targets, sources = upload(numbers, group.device)
             group[:, targets, :, :used] = group[:, sources, :, :used]
 
 
-Kind = TypeVar("Kind", KVShape, StateShape)
-
-
-def _allocated(
-    kinds: Sequence[Kind], shape_of: Callable[[Kind, int], tuple[int, ...]], dim: int
-) -> tuple[dict[Kind, torch.Tensor], list[torch.Tensor]]:
-    """Return zeros for all tensors of each kind together, and the tensors one by one: views along `dim`."""
-    groups: dict[Kind, torch.Tensor] = {}
-    views: dict[int, torch.Tensor] = {}
-    for kind in dict.fromkeys(kinds):
-        equal = [number for number, other in enumerate(kinds) if other == kind]
-        with torch.inference_mode(False):  # generations outside inference mode write to them as well
-            groups[kind] = torch.zeros(shape_of(kind, len(equal)), dtype=kind.dtype, device=kind.device)
-        views.update(zip(equal, groups[kind].unbind(dim), strict=True))
-    return groups, [views[number] for number in range(len(kinds))]
-
-
-class StateBuffers:
-    """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
-
-    Attributes:
-        groups: `[rows, N, ...]` per shape, for the N states of that shape.
-        states: `[rows, ...]` per state, layer by layer.
-        memory: memory for node inputs, shared by passes of all shapes, since one is replayed at a time.
-    """
-
-    def __init__(self, kinds: Sequence[StateShape], rows: int) -> None:
-        self.groups, self.states = _allocated(kinds, lambda kind, count: (rows, count, *kind.shape), 1)
-        self.memory: defaultdict[tuple[StateShape, str], ResultMemory] = defaultdict(ResultMemory)
-
-    def clear(self) -> None:
-        """Set all states to zero."""
-        for group in self.groups.values():
-            group.zero_()
-
-    def copy_from(self, other: StateBuffers, rows: int) -> None:
-        """Copy the first rows of other buffers of the same shapes."""
-        for kind, group in self.groups.items():
-            group[:rows] = other.groups[kind][:rows]
-
-    def select(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Copy some rows to others, all at once."""
-        for group in self.groups.values():
-            into, rows = upload([np.array(targets), np.array(sources)], group.device)
-            group[into] = group[rows]
-
-
 class NodeBuffers:
     """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses."""
 
-    def __init__(self, states: StateBuffers) -> None:
-        self._states = states
+    def __init__(self, groups: Mapping[StateShape, torch.Tensor], memory: NodeMemory) -> None:
+        self._groups, self._memory = groups, memory  # of `Buffers`
         self._tensors: dict[tuple[StateShape, str], torch.Tensor] = {}
         self._value_first: dict[StateShape, bool] = {}
 
@@ -317,12 +297,12 @@ class NodeBuffers:
                     left[kind, part].append(getattr(folding, part))
         for key, tensors in left.items():
             if key not in self._tensors:
-                self._tensors[key] = self._states.memory[key].like(torch.stack(tensors, dim=1))
+                self._tensors[key] = self._memory[key].like(torch.stack(tensors, dim=1))
             torch.stack(tensors, dim=1, out=self._tensors[key])  # [B, N, ...]
 
     def fold(self, paths: Sequence[Sequence[int]]) -> None:
         """Fold the accepted path of each row, from the root on, into its states, in all layers at once."""
-        for kind, group in self._states.groups.items():
+        for kind, group in self._groups.items():
             rows, count = len(paths), group.shape[1]
             state = group[:rows].flatten(0, 1)  # [B * N, ...], a view
             if kind.name == _CONVOLUTION:

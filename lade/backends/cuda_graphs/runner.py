@@ -44,7 +44,7 @@ class CapturedPass:
     def __init__(self, shape: StepShape, buffers: Buffers, device: torch.device) -> None:
         self.shape, self._memory = shape, buffers.hidden
         self.inputs = StaticInputs(shape.rows, shape.size, device, shape.axes)
-        self.nodes = NodeBuffers(buffers.states)  # what nodes leave for the update of recurrent states
+        self.nodes = NodeBuffers(buffers.state_groups, buffers.node_memory)
         self.states = torch.empty(0)  # [B, S, H], hidden states that it leaves if its shape asks for them
 
     def take_states(self, states: torch.Tensor) -> None:

@@ -257,7 +257,7 @@ class StaticRows:
 
     def _lay_states(self, like: Sequence[Any]) -> None:
         """Make the states of recurrent layers views of the buffers; flags are copied from the layers in `like`."""
-        states = iter(self.buffers.states.states)
+        states = iter(self.buffers.states)
         for own, layer in zip(self.layers, like, strict=True):
             if isinstance(own, RecurrentLayer):
                 own.become(layer, lambda _: next(states), [layer])
@@ -267,7 +267,8 @@ class StaticRows:
         count, used = len(self.ends), max(self.ends, default=0)
         for new, old in zip(buffers.groups, self.buffers.groups, strict=True):
             new[:, :count, :, :used] = old[:, :count, :, :used]
-        buffers.states.copy_from(self.buffers.states, count)
+        for kind, states in buffers.state_groups.items():
+            states[:count] = self.buffers.state_groups[kind][:count]
         self.buffers = buffers
         self._lay_states(self.layers)
 

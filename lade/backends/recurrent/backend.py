@@ -31,7 +31,7 @@ from lade.backends.recurrent.layer import LinearFolding, TreePass, convolution, 
 from lade.clock import Duration
 from lade.decoding.tree import TokenTree
 from lade.errors import UnsupportedModelError
-from lade.model.cache_layers import Ancestry, Recurrence
+from lade.model.cache_layers import Ancestry
 from lade.model.facts import RECURRENT_LAYERS, ModelFacts
 from lade.model.inputs import upload
 from lade.model.kv_cache import TreeCache
@@ -294,9 +294,7 @@ class RefeedingRunner:
 class RecurrentBackend:
     """Token trees through recurrent layers, see `lade.model.registry`."""
 
-    def of(self, facts: ModelFacts) -> Recurrence:
-        """Return the patches with which a model's recurrent layers process token trees."""
-        return CorePatches(facts)
+    of = CorePatches
 
 
 BACKEND = RecurrentBackend()

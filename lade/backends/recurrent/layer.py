@@ -256,10 +256,6 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
         for (name, idx), state in self.states.items():
             getattr(self, name)[idx] = change(state)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows for beam search."""
-        self.batch_select_indices(beam_idx)
-
     def reset(self) -> None:
         """Drop all rows, and free the states."""
         vars(self).update(vars(self.blank()))
