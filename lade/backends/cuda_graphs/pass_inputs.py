@@ -179,11 +179,7 @@ class StaticRecurrentTreeLayerView(RecurrentLayer, StaticLayerView):
 class StaticCacheView(Cache):
     """The cache that the model sees in a pass of one shape: the first rows and slots of the buffers.
 
-    Args:
-        layers: layers of the rows, see `StaticRows`; their states are in the buffers.
-        buffers: buffers of the keys and values.
-        slots: `[B, S]` int64, slots to which the nodes' keys and values are written.
-        shape: B, S and K of the pass.
+    The layers are those of the rows, see `StaticRows`. Keys and values of nodes are written to `slots`, `[B, S]` int64.
     """
 
     def __init__(self, layers: Sequence[Any], buffers: Buffers, slots: torch.Tensor, shape: StepShape) -> None:

@@ -54,11 +54,9 @@ class _Entry:
 
 
 class BufferPool:
-    """Buffers of one model. Of idle buffers only the largest are kept, until `free_idle`.
+    """Buffers of one model, each with a capture of its own. Of idle ones only the largest are kept, until `free_idle`.
 
-    Args:
-        make_capture: returns the capture for a set of buffers; called once for each.
-        setup: returns the setup that captures depend on, see `capture_setup`; only buffers of the same one are reused.
+    Only buffers of the same setup are reused, see `capture_setup`.
     """
 
     def __init__(self, make_capture: Callable[[], Capture], setup: Callable[[], Hashable] = lambda: None) -> None:
@@ -82,12 +80,8 @@ class BufferPool:
     def acquire(self, owner: object, layers: Layers, rows: int, slots: int, limit: int | None = None) -> Buffers:
         """Return buffers of at least this size, all zero.
 
-        Args:
-            owner: object that uses them until they are released or discarded, or until it is garbage collected.
-            layers: shapes of keys, values and states of each layer.
-            rows: B, least number of rows.
-            slots: least number of slots per row.
-            limit: most slots over all rows of existing buffers that are larger than asked for; None for no limit.
+        The owner uses them until they are released or discarded, or until it is garbage collected. Existing buffers
+        that are larger than asked for have no more slots over all rows than `limit`, if there is one.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for new buffers.

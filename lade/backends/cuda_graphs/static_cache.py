@@ -47,10 +47,8 @@ class StaticCache:
     one by `take`. An operation that needs larger buffers, and gets none for lack of memory, leaves everything
     unchanged.
 
-    Args:
-        tokens: greatest length that a row will reach; None if unknown.
-        limit: most slots over all rows of buffers from the pool; None for no limit.
-        pool: pool to acquire buffers from; None for a new pool.
+    Rows will reach `tokens` at the most, if that is known. Buffers come from the pool, or a new one, and have no more
+    slots over all rows than `limit`, if there is one.
     """
 
     dynamic = None

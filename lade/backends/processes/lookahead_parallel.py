@@ -50,15 +50,11 @@ class _Leaf(NamedTuple):
 def partition(parents: Sequence[int], parts: int, taken: Sequence[int] | None = None) -> list[list[int]]:
     """Cut a tree into runs of leaves, so that the largest part is as small as possible.
 
-    The least possible size is found by bisection: one pass over the leaves decides if a size suffices.
-
-    Args:
-        parents: parent of each node, which comes before it; -1 for the root, node 0.
-        parts: P, number of parts.
-        taken: `[P]`, number of tokens that each part has to feed besides; None for none.
+    The least possible size is found by bisection: one pass over the leaves decides if a size suffices. Each part has
+    to feed so many `taken` tokens, `[P]`, besides.
 
     Returns:
-        P ascending lists of nodes. The root is in each of them, in some of them alone.
+        P ascending lists of nodes. The root, node 0, is in each of them, in some of them alone.
     """
     taken = taken or [0] * parts
     leaves = _leaves(parents)
