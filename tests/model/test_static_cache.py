@@ -130,22 +130,20 @@ def test_all_layers_are_moved_at_once(monkeypatch):
     assert [shape[0] for shape in calls] == [LAYERS, LAYERS], "once for all keys, once for all values"
 
 
-@pytest.mark.parametrize("rows", [[0, 2], [1], [2, 0], [0, 1, 2], [2, 2, 0], [1, 1, 1, 1]])
-def test_rows_are_selected(rows):
+@pytest.mark.parametrize(
+    ("leaving", "rows"), [([0], [2, 1]), ([1], [0, 2]), ([2], [0, 1]), ([0, 1], [2]), ([1, 0], [2])]
+)
+def test_the_last_row_takes_the_place_of_one_that_leaves(leaving, rows):
     cache = static(4, 7, 2)
     before = held(cache)
     addresses = [group.data_ptr() for group in cache.buffers.groups]
-    cache.batch_select_indices(torch.tensor(rows))
+    for row in leaving:
+        cache.leave(row)
     assert held(cache) == [before[row] for row in rows]
     assert addresses == [group.data_ptr() for group in cache.buffers.groups]
     feed(cache, [[201]] * len(rows))
     cache.keep([[0]] * len(rows), fed=1)
     assert held(cache) == [[*before[row], 201] for row in rows]
-
-
-def test_more_rows_than_there_is_room_for():
-    with pytest.raises(ValueError, match=r"indices=\[0, 0, 0\] are too many: the buffers have 2 rows"):
-        static(4, 7).batch_select_indices(torch.tensor([0, 0, 0]))
 
 
 def test_buffers_grow_if_they_must():

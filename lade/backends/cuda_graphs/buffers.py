@@ -260,18 +260,12 @@ class Buffers:
             source, target = (slots[None, :, None, :, None].expand(into) for slots in here)
             rows.scatter_(3, target, rows.gather(3, source))
 
-    def select(self, rows: Sequence[int], used: int) -> None:
-        """Make these the first rows, in this order, and copy `used` slots of each."""
-        moved = [(target, source) for target, source in enumerate(rows) if target != source]
-        if not moved:
-            return
-        numbers = [np.array(column) for column in zip(*moved, strict=True)]
+    def copy_row(self, source: int, target: int, used: int) -> None:
+        """Copy the states of one row, and its first `used` slots, to another."""
         for group in self.state_groups.values():
-            targets, sources = upload(numbers, group.device)
-            group[targets] = group[sources]
+            group[target] = group[source]
         for group in self.groups:
-            targets, sources = upload(numbers, group.device)
-            group[:, targets, :, :used] = group[:, sources, :, :used]
+            group[:, target, :, :used] = group[:, source, :, :used]
 
 
 class NodeBuffers:

@@ -135,10 +135,6 @@ class FallbackCache:
         """Return a new cache with the first tokens of a row."""
         return self.current.copy_row(row, tokens)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.current.batch_select_indices(indices)
-
     def give_back(self, tokens: int) -> None:
         """Release the buffers, after handing `tokens` of the only row to `handed_out`; 0 hands over nothing."""
         cache = self._handed_out

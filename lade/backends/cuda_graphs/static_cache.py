@@ -194,16 +194,7 @@ class StaticCache:
 
     def leave(self, row: int) -> None:
         """Evict a row; the last row takes its index."""
-        rows = list(range(len(self.lengths)))
-        rows[row] = rows[-1]
-        self.rows.select(rows[:-1])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order; raises `ValueError` for more rows than the buffers have."""
-        rows: list[int] = indices.tolist()
-        if len(rows) > self.buffers.rows:
-            raise ValueError(f"indices={rows} are too many: the buffers have {self.buffers.rows} rows")
-        self.rows.select(rows)
+        self.rows.leave(row)
 
     def reset(self) -> None:
         """Drop all rows, and release the buffers."""
@@ -328,15 +319,17 @@ class StaticRows:
             targets[row, :places] = np.arange(firsts[row], self.ends[row])
         self.buffers.move(sources, targets)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        before, used = len(self.ends), max(self.ends)
-        self.buffers.select(rows, used)
-        self.offsets = self.offsets.selected(rows)
-        self.ends = [self.ends[row] for row in rows]
-        self.lengths = [self.lengths[row] for row in rows] or [0]
-        for row in range(max(before, len(rows))):
-            self.buffers.clear_rows(row, slice(self.ends[row] if row < len(rows) else 0, used))
+    def leave(self, row: int) -> None:
+        """Evict a row; the last row takes its index."""
+        last, used = len(self.ends) - 1, max(self.ends)
+        kept = list(range(last))
+        if row < last:
+            kept[row] = last
+            self.buffers.copy_row(last, row, used)
+        self.buffers.clear_rows(last, slice(0, used))
+        self.offsets = self.offsets.selected(kept)
+        self.ends = [self.ends[each] for each in kept]
+        self.lengths = [self.lengths[each] for each in kept] or [0]
 
 
 def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
