@@ -26,7 +26,7 @@ from lade.decoding.loop import PromptLogitsHook
 from lade.model.config import Positions, token_embeddings
 from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import Inputs, MaskPlan
-from lade.model.kv_cache import RowCache, TreeCache
+from lade.model.kv_cache import TreeCache
 from lade.model.module_changes import Override, overridden
 from lade.model.prepared import ENCODERS, Prepared
 from lade.model.runner import ENCODED_RUNNERS, EagerRunner
@@ -233,10 +233,6 @@ class EncoderDecoderRunner(EagerRunner):
     def tree_cache(self) -> TreeCache:
         """Return an empty cache, to which rows of encoder outputs can be added."""
         return DecoderCache()
-
-    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """See `EagerRunner.new_cache`."""
-        return self.tree_cache()
 
     @torch.no_grad()
     def prefill(

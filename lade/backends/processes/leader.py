@@ -270,7 +270,6 @@ class LeadingCache(TreeCache):
     reset = _repeated("reset")
     repeat = _repeated("repeat")
     give_back = _repeated("give_back")
-    crop = _repeated("crop")
     reserve = _repeated("reserve")
     leave = _repeated("leave")
     _keep = _repeated("keep")

@@ -258,14 +258,6 @@ class PartialCache(TreeCache):
         """See `TreeCache`; resets it, since it is of no use to others."""
         self.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Unsupported: users never hold such a cache, and nothing else crops."""
-        raise NotImplementedError("a cache of several processes cannot be cropped")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Unsupported: only beam search selects rows, and its trees are not partitioned."""
-        raise NotImplementedError("rows of a cache of several processes cannot be selected")
-
     def _nothing_missing(self) -> list[list[int]]:
         return [[] for _ in range(self._size)]
 
