@@ -26,7 +26,7 @@ from lade.decoding.loop import PromptLogitsHook
 from lade.model.config import Positions, token_embeddings
 from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import Inputs, MaskPlan
-from lade.model.kv_cache import RowCache, TreeCache
+from lade.model.kv_cache import TreeCache
 from lade.model.module_changes import Override, overridden
 from lade.model.prepared import ENCODERS, Prepared
 from lade.model.runner import ENCODED_RUNNERS, EagerRunner
@@ -127,14 +127,12 @@ def _biased_by_position(layer: Any, inputs: Inputs) -> AbstractContextManager[Ov
 class Encoded:
     """The encoder's output for B rows.
 
-    Attributes:
-        outputs: model output of the encoder, the hidden states `[B, T, H]` first.
-        mask: `[B, T]`, true for states that are not padding; None if there is no padding. Whisper passes a mask of the
-            whole audio even with segments of it, which its decoder ignores: a mask of other than B rows is left alone.
+    Whisper passes a mask of the whole audio even with segments of it, which its decoder ignores: a mask of other than B
+    rows is left alone.
     """
 
-    outputs: Any
-    mask: torch.Tensor | None = None
+    outputs: Any  # model output of the encoder, the hidden states [B, T, H] first
+    mask: torch.Tensor | None = None  # [B, T], true for states that are not padding; None if there is no padding
 
     @classmethod
     @torch.no_grad()
@@ -235,10 +233,6 @@ class EncoderDecoderRunner(EagerRunner):
     def tree_cache(self) -> TreeCache:
         """Return an empty cache, to which rows of encoder outputs can be added."""
         return DecoderCache()
-
-    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """See `EagerRunner.new_cache`."""
-        return self.tree_cache()
 
     @torch.no_grad()
     def prefill(

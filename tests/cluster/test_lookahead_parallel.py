@@ -16,7 +16,6 @@ from transformers import MambaConfig, MambaForCausalLM
 import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.backends.processes import leader as leading
-from lade.backends.processes import lookahead_parallel
 from lade.decoding.drafting.controller import LARGEST, max_tree_size
 from lade.decoding.drafting.step_cost import StepCost
 from lade.hf import job
@@ -91,7 +90,7 @@ def in_large_trees(place, rank):
             fed.append(len(parts[0]))
         return forward(runner, parts, *rest)
 
-    lookahead_parallel.flattened, leading.flattened, EagerRunner.forward = sent, sent, noted
+    leading.flattened, EagerRunner.forward = sent, noted
     for seed in range(2):
         for ids, arguments in ((IDS, SAMPLED), (IDS, {"do_sample": False}), (TWO, SAMPLED)):
             torch.manual_seed(seed)

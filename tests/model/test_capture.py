@@ -21,27 +21,27 @@ from lade.testing import toy_model
 
 def test_a_rerun_returns_the_same_tensor_with_new_content():
     read = torch.tensor([1.0, 2.0])
-    recording = EagerReplay().record(lambda: 2 * read, [read])
-    first = recording.replay(lambda: 2 * read)
+    replay = EagerReplay().record(lambda: 2 * read, [read])
+    first = replay(lambda: 2 * read)
     assert first.tolist() == [2, 4]
     read += 1
-    again = recording.replay(lambda: 2 * read)
+    again = replay(lambda: 2 * read)
     assert again is first and first.tolist() == [4, 6]
 
 
 def test_a_tensor_that_moves_is_noticed():
     read = torch.ones(2)
-    recording = EagerReplay().record(lambda: 2 * read, [read])
-    recording.replay(lambda: 2 * read)
+    replay = EagerReplay().record(lambda: 2 * read, [read])
+    replay(lambda: 2 * read)
     with pytest.raises(RuntimeError, match="a captured tensor has moved"):
-        recording.replay(lambda: read.set_(torch.ones(2)) * 2)
+        replay(lambda: read.set_(torch.ones(2)) * 2)
 
 
 def test_a_result_of_another_shape_is_noticed():
-    recording = EagerReplay().record(lambda: torch.ones(2), [])
-    recording.replay(lambda: torch.ones(2))
+    replay = EagerReplay().record(lambda: torch.ones(2), [])
+    replay(lambda: torch.ones(2))
     with pytest.raises(RuntimeError, match=r"a call returned \[1\] after \[2\]"):
-        recording.replay(lambda: torch.ones(1))
+        replay(lambda: torch.ones(1))
 
 
 def test_a_failure_is_reported_with_what_went_wrong_first():
@@ -228,11 +228,11 @@ def test_recordings_share_the_memory_of_their_results():
     small, large, other = (
         capture.record(make, [read]) for make in (lambda: read[:2] + 1, lambda: 3 * read, lambda: read.long()[:3])
     )
-    first = small.replay(lambda: read[:2] + 1)
+    first = small(lambda: read[:2] + 1)
     assert first.tolist() == [2, 2]
-    last = large.replay(lambda: 3 * read)
+    last = large(lambda: 3 * read)
     assert last.tolist() == [3] * 6 and first.tolist() == [2, 2]
-    seen = other.replay(lambda: read.long()[:3])
+    seen = other(lambda: read.long()[:3])
     assert seen.tolist() == [1, 1, 1] and seen.dtype == torch.long and seen.data_ptr() == last.data_ptr()
     assert last.tolist() != [3] * 6
-    assert large.replay(lambda: 3 * read) is last and last.tolist() == [3] * 6
+    assert large(lambda: 3 * read) is last and last.tolist() == [3] * 6

@@ -7,7 +7,7 @@ from spies import watched
 from torch import nn
 
 import lade
-from lade.backends.recurrent.cores import CORES
+from lade.backends.recurrent.backend import CORES
 from lade.backends.trials import backend as trials
 from lade.backends.trials.backend import foreign_layers
 from lade.model.facts import RECURRENT_FUNCTIONS, ModelFacts

@@ -69,7 +69,7 @@ def test_rows_lie_in_static_buffers_while_there_is_memory(cache):
     assert held(cache) == [[1, 2, 3], [1, 2, 3, 4, 5]]
     cache.leave(0)
     assert held(cache) == [[1, 2, 3, 4, 5]]
-    cache.batch_select_indices(torch.tensor([0, 0]))
+    cache.take(filled(5))
     cache.keep([[], []], fed=2)
     assert held(cache) == [[1, 2, 3]] * 2
     cache.reset()

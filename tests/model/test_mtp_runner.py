@@ -8,10 +8,8 @@ import torch
 from mtp_toys import llama_with_mtp
 from transformers.cache_utils import MtpCache
 
-from lade.backends.mtp.backend import MtpRunner
-from lade.backends.mtp.head import Head
+from lade.backends.mtp.backend import Head, KnownStates, MtpRunner
 from lade.backends.mtp.load import NoLayersError, check_room, examine, find, layer_number, layer_of
-from lade.backends.mtp.prompts import KnownStates
 from lade.decoding.kernels.native_tree import Frontier
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
@@ -181,7 +179,7 @@ def test_a_row_whose_states_have_a_gap_begins_anew(model, runner):
 
 
 def test_old_states_are_dropped_so_that_long_prompts_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr("lade.backends.mtp.prompts.MOST_TOKENS", 10)
+    monkeypatch.setattr("lade.backends.mtp.backend.MOST_TOKENS", 10)
     known = KnownStates(0)
     for start in range(0, 30, 6):
         known.add(start, torch.arange(start, start + 6)[:, None])

@@ -18,7 +18,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update, torch_recurrent_gated_delta_rule
 from trees import tree_of
 
-from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
+from lade.backends.recurrent.backend import delta_rule, mamba2, selective_scan
 from lade.backends.recurrent.layer import RecurrentLayer, TreePass, convolution, gather_columns
 from lade.decoding.tree import TokenTree
 

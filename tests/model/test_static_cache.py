@@ -104,7 +104,7 @@ def test_rows_are_taken_over_from_several_caches():
 
 def test_an_empty_one_says_so():
     cache = StaticCache(10)
-    assert cache.empty and cache.lengths == [0] and cache.room == (0, 0)
+    assert cache.lengths == [0] and cache.room == (0, 0)
     with pytest.raises(RuntimeError, match="an empty static cache has no buffers: fill a TreeCache"):
         _ = cache.buffers
 
@@ -130,22 +130,20 @@ def test_all_layers_are_moved_at_once(monkeypatch):
     assert [shape[0] for shape in calls] == [LAYERS, LAYERS], "once for all keys, once for all values"
 
 
-@pytest.mark.parametrize("rows", [[0, 2], [1], [2, 0], [0, 1, 2], [2, 2, 0], [1, 1, 1, 1]])
-def test_rows_are_selected(rows):
+@pytest.mark.parametrize(
+    ("leaving", "rows"), [([0], [2, 1]), ([1], [0, 2]), ([2], [0, 1]), ([0, 1], [2]), ([1, 0], [2])]
+)
+def test_the_last_row_takes_the_place_of_one_that_leaves(leaving, rows):
     cache = static(4, 7, 2)
     before = held(cache)
     addresses = [group.data_ptr() for group in cache.buffers.groups]
-    cache.batch_select_indices(torch.tensor(rows))
+    for row in leaving:
+        cache.leave(row)
     assert held(cache) == [before[row] for row in rows]
     assert addresses == [group.data_ptr() for group in cache.buffers.groups]
     feed(cache, [[201]] * len(rows))
     cache.keep([[0]] * len(rows), fed=1)
     assert held(cache) == [[*before[row], 201] for row in rows]
-
-
-def test_more_rows_than_there_is_room_for():
-    with pytest.raises(ValueError, match=r"indices=\[0, 0, 0\] are too many: the buffers have 2 rows"):
-        static(4, 7).batch_select_indices(torch.tensor([0, 0, 0]))
 
 
 def test_buffers_grow_if_they_must():
@@ -172,7 +170,7 @@ def test_what_it_holds_is_handed_out():
     before = held(cache)
     cache.copy_to(other)
     cache.reset()
-    assert cache.empty and other.lengths == [4, 6]
+    assert cache.room == (0, 0) and other.lengths == [4, 6]
     again = StaticCache(20)
     again.join([other], [(0, 0), (0, 1)])
     assert held(again) == before
@@ -249,7 +247,7 @@ class Mirrored:
     def check(self):
         """What rows hold, and that all else is zero."""
         rows, slots = self.cache.room
-        if self.cache.empty:
+        if self.cache.room == (0, 0):
             assert not self.texts and self.cache.lengths == [0] and (rows, slots) == (0, 0)
             return
         assert rows >= len(self.texts) and slots > max(map(len, self.texts), default=0)
@@ -324,7 +322,7 @@ def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
     update = TreeLayer.update
 
     def updating(self, *states):
-        assert pool.discarded == [buffers] and cache.empty
+        assert pool.discarded == [buffers] and cache.room == (0, 0)
         assert all(each.untyped_storage().data_ptr() not in addresses for each in states)
         return update(self, *states)
 
@@ -391,7 +389,7 @@ def test_rows_keep_their_states_as_they_come_and_go():
         for number, state in enumerate(states_of(other)):
             assert torch.equal(state, torch.cat([row[number] for row in expected]))
         assert other.lengths == [4, 4] and all(all(layer.has_previous_state.values()) for layer in other.recurrent)
-    assert cache.empty
+    assert cache.room == (0, 0)
 
 
 @pytest.mark.parametrize("move", ["copy_to", "move_to"])

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lade.backends.cuda_graphs.buffers import Call, Capture, Recording, ResultMemory
+from lade.backends.cuda_graphs.buffers import Call, Capture, Replay, ResultMemory
 
 WAITS = frozenset(
     ["_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2", "item"]
@@ -28,11 +28,11 @@ class Tape:
     def __init__(self) -> None:
         self._results = ResultMemory()
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         result = self._results.like(call())
         with _Writer() as writer:
             result.copy_(call())
-        return _Written(writer.steps, result)
+        return _Written(writer.steps, result).replay
 
 
 @dataclass
@@ -49,19 +49,15 @@ class Counted:
     def __init__(self, capture: Capture, counts: Counts) -> None:
         self._capture, self._counts = capture, counts
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
-        recording = self._capture.record(call, fixed)
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
+        replay = self._capture.record(call, fixed)
         self._counts.recorded += 1
-        return _CountedRecording(recording, self._counts)
 
+        def counted(call: Call) -> torch.Tensor:
+            self._counts.replayed += 1
+            return replay(call)
 
-class _CountedRecording:
-    def __init__(self, recording: Recording, counts: Counts) -> None:
-        self._recording, self._counts = recording, counts
-
-    def replay(self, call: Call) -> torch.Tensor:
-        self._counts.replayed += 1
-        return self._recording.replay(call)
+        return counted
 
 
 class _Writer(TorchDispatchMode):

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
-from lade.backends.recurrent.cores import CORES, NodeStates, delta_rule, mamba2, selective_scan
+from lade.backends.recurrent.backend import CORES, NodeStates, delta_rule, mamba2, selective_scan
 from lade.backends.recurrent.layer import LinearFolding, RecurrentLayer, TreePass, convolution
 from lade.backends.trials.tree_check import worst_error
 from lade.model import facts, supports

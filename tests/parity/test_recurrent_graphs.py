@@ -106,12 +106,12 @@ def test_a_pass_leaves_the_states_alone(graphs):
     filled = TreeCache()
     runner.eager().prefill(ids.tolist(), filled)
     cache: Any = runner.host(filled, 60)
-    before = [group.clone() for group in cache.buffers.states.groups.values()]
+    before = [group.clone() for group in cache.buffers.state_groups.values()]
     text = [[*ids[0].tolist(), 3]]
     first = runner.forward([tree], text, cache).clone()
     cache.keep([[]], fed=3)
     assert torch.equal(runner.forward([tree], text, cache), first)
-    for group, old in zip(cache.buffers.states.groups.values(), before, strict=True):
+    for group, old in zip(cache.buffers.state_groups.values(), before, strict=True):
         assert torch.equal(group, old) and group.any()
 
 

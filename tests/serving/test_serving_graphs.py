@@ -151,14 +151,14 @@ def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
 def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
     """What lies after the last slot that passes read is poisoned, and so are rows beyond those of the pass."""
 
-    def poison(runner, step, trees):
-        for group in step.cache.buffers.groups:
-            group[:, step.shape.rows :] = torch.nan
-            group[:, :, :, step.shape.keys : -1] = torch.nan
-        return step.cache.buffers.rows - step.shape.rows
+    def poison(runner, trees, rows, captured):
+        for group in rows.buffers.groups:
+            group[:, captured.shape.rows :] = torch.nan
+            group[:, :, :, captured.shape.keys : -1] = torch.nan
+        return rows.buffers.rows - captured.shape.rows
 
-    def clean(logits, runner, step, trees):
-        for group in step.cache.buffers.groups:
+    def clean(logits, runner, trees, rows, captured):
+        for group in rows.buffers.groups:
             group.nan_to_num_(0.0)
 
     answered(monkeypatch, GraphRunner, "_replay", clean)
@@ -389,8 +389,8 @@ def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch)
     """Also where ending the capture fails, too, as it does on a device."""
     driven, captures = Driven(LLAMA), set()
 
-    def where(runner, shape, rows, *inputs):
-        captures.add(shape)
+    def where(runner, rows, captured):
+        captures.add(captured.shape)
         if len(captures) <= at:
             return False
         for group in rows.buffers.groups:

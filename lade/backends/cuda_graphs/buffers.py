@@ -15,9 +15,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,31 +27,21 @@ from lade.backends.recurrent.layer import LinearFolding, RecurrentLayer, gather_
 from lade.model.inputs import upload
 
 Call = Callable[[], torch.Tensor]
+Replay = Callable[[Call], torch.Tensor]
+"""Runs a captured call again, on the present contents of the fixed tensors.
+
+It is given the call, for captures that call again: they do not keep it, which would keep its model alive. The result is
+always the same tensor, which the next replay of any captured call may overwrite.
+"""
 _WARM_UPS = 2
 """Calls before a capture: in the first one, libraries choose kernels and allocate workspaces."""
 _one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 
 
-class Recording(Protocol):
-    """A captured call."""
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """Run the call again, on the present contents of the fixed tensors.
-
-        Args:
-            call: the captured call, for recordings that call again; they do not keep it, which would keep its model
-                alive.
-
-        Returns:
-            The result of the call: always the same tensor, which the next replay of any recording may overwrite.
-        """
-        ...
-
-
 class Capture(Protocol):
     """Captures calls."""
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """Capture a call.
 
         Args:
@@ -68,9 +58,6 @@ class CudaCapture:
     """Captures CUDA graphs in one memory pool: they are replayed one at a time and share scratch memory.
 
     Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same stream.
-
-    Args:
-        device: device on which the calls launch their kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +66,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._results = ResultMemory()
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """See `Capture.record`."""
         with _one_at_a_time, torch.cuda.device(self._device):
             here = torch.cuda.current_stream()
@@ -97,18 +84,12 @@ class CudaCapture:
                 # Other threads may keep allocating: only this thread is checked.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     result.copy_(call())
-        return _GraphRecording(graph, result, fixed)
 
+        def replay(_: Call, _kept: Sequence[torch.Tensor] = fixed) -> torch.Tensor:  # not freed before the graph
+            graph.replay()
+            return result
 
-class _GraphRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
-        self._graph, self._result = graph, result
-        self._fixed = fixed  # must not be freed before the graph
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """See `Recording.replay`."""
-        self._graph.replay()
-        return self._result
+        return replay
 
 
 class EagerReplay:
@@ -117,26 +98,23 @@ class EagerReplay:
     def __init__(self) -> None:
         self._results = ResultMemory()
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """See `Capture.record`."""
-        return _EagerRecording(fixed, self._results)
+        addresses = _addresses(fixed)
+        own: torch.Tensor | None = None
 
+        def replay(call: Call) -> torch.Tensor:
+            nonlocal own
+            result = call()
+            if _addresses(fixed) != addresses:
+                raise RuntimeError("a captured tensor has moved: a graph would read its old address")
+            if own is None:
+                own = self._results.like(result)
+            elif own.shape != result.shape:
+                raise RuntimeError(f"a call returned {list(result.shape)} after {list(own.shape)}")
+            return own.copy_(result)
 
-class _EagerRecording:
-    def __init__(self, fixed: Sequence[torch.Tensor], results: ResultMemory) -> None:
-        self._fixed, self._addresses, self._results = fixed, _addresses(fixed), results
-        self._result: torch.Tensor | None = None
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """See `Recording.replay`."""
-        result = call()
-        if _addresses(self._fixed) != self._addresses:
-            raise RuntimeError("a captured tensor has moved: a graph would read its old address")
-        if self._result is None:
-            self._result = self._results.like(result)
-        elif self._result.shape != result.shape:
-            raise RuntimeError(f"a call returned {list(result.shape)} after {list(self._result.shape)}")
-        return self._result.copy_(result)
+        return replay
 
 
 class ResultMemory:
@@ -152,7 +130,7 @@ class ResultMemory:
     def like(self, result: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same shape and dtype at a fixed address, in the shared memory."""
         if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
-            with torch.inference_mode(False):  # as in `Buffers`
+            with torch.inference_mode(False):  # as in `_allocated`
                 self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
         return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
 
@@ -172,6 +150,9 @@ class StateShape:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+NodeMemory = defaultdict[tuple[StateShape, str], ResultMemory]
 
 
 @dataclass(frozen=True)
@@ -209,43 +190,52 @@ class StepShape:
     reads: bool = False
 
 
-class Buffers:
-    """Keys and values of all layers, at fixed addresses; those of equal shape are views of one tensor.
+Kind = TypeVar("Kind", KVShape, StateShape)
 
-    Args:
-        layers: shapes of keys and values of each layer, and of recurrent states.
-        rows: B, number of rows of a batch.
-        slots: slots per row. The last slot is never written: zeros are copied from it.
+
+def _allocated(
+    kinds: Sequence[Kind], shape_of: Callable[[Kind, int], tuple[int, ...]], dim: int
+) -> tuple[dict[Kind, torch.Tensor], list[torch.Tensor]]:
+    """Return zeros for all tensors of each kind together, and the tensors one by one: views along `dim`."""
+    groups: dict[Kind, torch.Tensor] = {}
+    views: dict[int, torch.Tensor] = {}
+    for kind in dict.fromkeys(kinds):
+        equal = [number for number, other in enumerate(kinds) if other == kind]
+        with torch.inference_mode(False):  # generations outside inference mode write to them as well
+            groups[kind] = torch.zeros(shape_of(kind, len(equal)), dtype=kind.dtype, device=kind.device)
+        views.update(zip(equal, groups[kind].unbind(dim), strict=True))
+    return groups, [views[number] for number in range(len(kinds))]
+
+
+class Buffers:
+    """Keys, values and recurrent states of all layers, at fixed addresses.
+
+    Those of equal shape are views of one tensor. There are B rows. The last slot of each is never written: zeros are
+    copied from it.
 
     Attributes:
         keys, values: `[B, H, slots, D]` per layer.
         groups: `[N, B, H, slots, D]` each, the tensors that N layers' keys or values are views of.
-        states: states of recurrent layers.
-        passes: captured passes on these addresses, by shape; freed together with the buffers.
-        hidden: memory for the hidden states of a pass, shared by passes of all shapes.
+        states: `[B, ...]` per state, layer by layer.
+        state_groups: `[B, N, ...]` per shape, for the N states of that shape.
+        node_memory: for node inputs, shared by passes of all shapes, since one is replayed at a time.
     """
 
     def __init__(self, layers: Layers, rows: int, slots: int) -> None:
         self.layers, self.rows, self.slots = tuple(layers), rows, slots
-        self.passes: dict[StepShape, Any] = {}
-        self.hidden = ResultMemory()
-        self.states = StateBuffers([each for each in layers if isinstance(each, StateShape)], rows)
+        self.passes: dict[StepShape, Any] = {}  # captured on these addresses, and freed with them
+        self.hidden = ResultMemory()  # for hidden states, shared by passes of all shapes
+        self.node_memory: NodeMemory = defaultdict(ResultMemory)
+        states = [each for each in layers if isinstance(each, StateShape)]
+        self.state_groups, self.states = _allocated(states, lambda kind, count: (rows, count, *kind.shape), 1)
         kinds = [kind for each in layers if not isinstance(each, StateShape) for kind in each]
-        self.groups: list[torch.Tensor] = []
-        found: dict[int, torch.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            equal = [number for number, other in enumerate(kinds) if other == kind]
-            shape = len(equal), rows, kind.heads, slots, kind.dim
-            with torch.inference_mode(False):  # generations outside inference mode write to them as well
-                self.groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
-            found.update(zip(equal, self.groups[-1].unbind(), strict=True))
-        self.keys = [found[number] for number in range(0, len(kinds), 2)]
-        self.values = [found[number] for number in range(1, len(kinds), 2)]
+        groups, views = _allocated(kinds, lambda kind, count: (count, rows, kind.heads, slots, kind.dim), 0)
+        self.groups, self.keys, self.values = list(groups.values()), views[::2], views[1::2]
 
     @property
     def fixed(self) -> list[torch.Tensor]:
         """Tensors whose addresses captured passes depend on."""
-        return [*self.groups, *self.states.groups.values()]
+        return [*self.groups, *self.state_groups.values()]
 
     def fit(self, layers: Layers, rows: int, slots: int) -> bool:
         """Return True if these layers fit, with `rows` and `slots`."""
@@ -253,9 +243,8 @@ class Buffers:
 
     def clear(self) -> None:
         """Set everything to zero."""
-        for group in self.groups:
+        for group in self.fixed:
             group.zero_()
-        self.states.clear()
 
     def clear_rows(self, rows: int | slice, slots: slice) -> None:
         """Set slots of one row or several to zero, in all layers at once."""
@@ -271,83 +260,19 @@ class Buffers:
             source, target = (slots[None, :, None, :, None].expand(into) for slots in here)
             rows.scatter_(3, target, rows.gather(3, source))
 
-    def select(self, rows: Sequence[int], used: int) -> None:
-        """Make these the first rows, in this order, and copy `used` slots of each."""
-        moved = [(target, source) for target, source in enumerate(rows) if target != source]
-        if not moved:
-            return
-        numbers = [np.array(column) for column in zip(*moved, strict=True)]
-        self.states.select(*zip(*moved, strict=True))
+    def copy_row(self, source: int, target: int, used: int) -> None:
+        """Copy the states of one row, and its first `used` slots, to another."""
+        for group in self.state_groups.values():
+            group[target] = group[source]
         for group in self.groups:
-            targets, sources = upload(numbers, group.device)
-            group[:, targets, :, :used] = group[:, sources, :, :used]
-
-
-class StateBuffers:
-    """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
-
-    Args:
-        kinds: shape of each state, layer by layer.
-        rows: number of rows of a batch.
-
-    Attributes:
-        groups: `[rows, N, ...]` per shape, for the N states of that shape.
-        states: `[rows, ...]` per state.
-        memory: memory for node inputs, shared by passes of all shapes, since one is replayed at a time.
-    """
-
-    def __init__(self, kinds: Sequence[StateShape], rows: int) -> None:
-        self.groups: dict[StateShape, torch.Tensor] = {}
-        found: dict[int, torch.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            equal = [number for number, other in enumerate(kinds) if other == kind]
-            with torch.inference_mode(False):  # as in `Buffers`
-                group = torch.zeros(rows, len(equal), *kind.shape, dtype=kind.dtype, device=kind.device)
-            self.groups[kind] = group
-            found.update(zip(equal, group.unbind(1), strict=True))
-        self.states = [found[number] for number in range(len(kinds))]
-        self.memory: defaultdict[tuple[StateShape, str], ResultMemory] = defaultdict(ResultMemory)
-
-    def clear(self) -> None:
-        """Set all states to zero."""
-        for group in self.groups.values():
-            group.zero_()
-
-    def copy_from(self, other: StateBuffers, rows: int) -> None:
-        """Copy the first rows of other buffers of the same shapes."""
-        for kind, group in self.groups.items():
-            group[:rows] = other.groups[kind][:rows]
-
-    def select(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Copy some rows to others, all at once."""
-        for group in self.groups.values():
-            into, rows = upload([np.array(targets), np.array(sources)], group.device)
-            group[into] = group[rows]
-
-
-class HiddenBuffer:
-    """Hidden states `[B, S, H]` that a captured pass leaves, at a fixed address."""
-
-    def __init__(self, memory: ResultMemory) -> None:
-        self._memory = memory
-        self.states = torch.empty(0)
-
-    def take(self, states: torch.Tensor) -> None:
-        """Copy the states into the buffer; part of the captured pass."""
-        if not self.states.numel():
-            self.states = self._memory.like(states)
-        self.states.copy_(states)
+            group[:, target, :, :used] = group[:, source, :, :used]
 
 
 class NodeBuffers:
-    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses.
+    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses."""
 
-    Args:
-        states: states to update; passes of other shapes on these states share the same memory.
-    """
-
-    def __init__(self, states: StateBuffers) -> None:
-        self._states = states
+    def __init__(self, groups: Mapping[StateShape, torch.Tensor], memory: NodeMemory) -> None:
+        self._groups, self._memory = groups, memory  # of `Buffers`
         self._tensors: dict[tuple[StateShape, str], torch.Tensor] = {}
         self._value_first: dict[StateShape, bool] = {}
 
@@ -366,16 +291,12 @@ class NodeBuffers:
                     left[kind, part].append(getattr(folding, part))
         for key, tensors in left.items():
             if key not in self._tensors:
-                self._tensors[key] = self._states.memory[key].like(torch.stack(tensors, dim=1))
+                self._tensors[key] = self._memory[key].like(torch.stack(tensors, dim=1))
             torch.stack(tensors, dim=1, out=self._tensors[key])  # [B, N, ...]
 
     def fold(self, paths: Sequence[Sequence[int]]) -> None:
-        """Fold the accepted path of each row into its states, in all layers at once.
-
-        Args:
-            paths: nodes of the pass per row, from the root on; none is empty.
-        """
-        for kind, group in self._states.groups.items():
+        """Fold the accepted path of each row, from the root on, into its states, in all layers at once."""
+        for kind, group in self._groups.items():
             rows, count = len(paths), group.shape[1]
             state = group[:rows].flatten(0, 1)  # [B * N, ...], a view
             if kind.name == _CONVOLUTION:

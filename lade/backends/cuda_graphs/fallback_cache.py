@@ -26,27 +26,27 @@ class FallbackCache:
 
     They stay there until `reset`, after one `CaptureWarning`. See `lade.model.kv_cache.RowCache`.
 
-    Args:
-        make_static: returns an empty static cache, initially and after each `reset`; None where captures fail.
-        handed_out: the user's cache, which gets the rows in `give_back`; None if there is none.
+    An empty static cache is made at first and after each `reset`, or none where captures fail. A user's cache to be
+    `handed_out` gets the rows in `give_back`.
     """
 
     def __init__(self, make_static: Callable[[], StaticCache | None], handed_out: TreeCache | None = None) -> None:
         self._make_static, self._handed_out = make_static, handed_out
-        self._static: StaticCache | None = None
-        self.dynamic: TreeCache | None = None
-        """The cache that holds the rows if there is no static one; None otherwise."""
+        self._current: StaticCache | TreeCache | None = None
 
     @property
     def current(self) -> StaticCache | TreeCache:
         """The cache that holds the rows."""
-        if self._static is None and self.dynamic is None:
-            self._static = self._make_static()
-            if self._static is None:
-                self.dynamic = TreeCache()
-        current = self._static if self.dynamic is None else self.dynamic
-        assert current is not None
-        return current
+        if self._current is None:
+            static = self._make_static()
+            self._current = TreeCache() if static is None else static
+        return self._current
+
+    @property
+    def dynamic(self) -> TreeCache | None:
+        """The cache that holds the rows if it is no static one; None otherwise."""
+        current = self.current
+        return current if isinstance(current, TreeCache) else None
 
     @property
     def lengths(self) -> list[int]:
@@ -71,31 +71,27 @@ class FallbackCache:
         return self.current.spare_tokens(tokens)
 
     def try_static(self, call: Callable[[StaticCache], T]) -> T | None:
-        """Run a call on the static cache that may allocate memory.
+        """Return the result of a call that may allocate memory; None if `dynamic` holds the rows, from before or now.
 
-        Args:
-            call: function of the static cache; must leave its rows unchanged if it raises.
-
-        Returns:
-            The result of the call; None if `dynamic` holds the rows, from before or since this call.
+        The call must leave the rows unchanged if it raises.
 
         Raises:
             torch.OutOfMemoryError: the rows do not even fit into a `TreeCache`. The cache is then empty.
         """
-        _ = self.current
-        if self._static is None:
+        static = self.current
+        if isinstance(static, TreeCache):
             return None
         try:
-            return call(self._static)
+            return call(static)
         except torch.OutOfMemoryError as problem:
             reason = (str(problem).splitlines() or [""])[0]
-        self._move(self._static, reason)  # outside `except`, so that tensors in the error's frames are freed
+        self._move(static, reason)  # outside `except`, so that tensors in the error's frames are freed
         return None
 
     def _move(self, static: StaticCache, reason: str) -> None:
         grown = TreeCache()
         static.move_to(grown)
-        self._static, self.dynamic = None, grown
+        self._current = grown
         logger.info("no memory for captured passes, these texts continue without: %s", reason)
         warnings.warn(
             f"there is no memory for captured passes, so these texts continue without, which is slower: "
@@ -109,7 +105,7 @@ class FallbackCache:
         places = [(0, row) for row in range(len(filled.lengths))]
         self.try_static(lambda static: static.join([filled], places))
         if self.dynamic is not None:
-            self.dynamic = filled
+            self._current = filled
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache, which is empty afterwards."""
@@ -122,7 +118,6 @@ class FallbackCache:
 
         After a fallback nothing is reserved: the dynamic cache grows with its rows.
         """
-        _ = self.current
         if self.dynamic is not None:
             self.dynamic.reserve(rows, slots)
         else:
@@ -140,28 +135,20 @@ class FallbackCache:
         """Return a new cache with the first tokens of a row."""
         return self.current.copy_row(row, tokens)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.current.batch_select_indices(indices)
-
     def give_back(self, tokens: int) -> None:
         """Release the buffers, after handing `tokens` of the only row to `handed_out`; 0 hands over nothing."""
-        if self._handed_out is not None and tokens:
-            self._hand_over(self._handed_out)
-            self._handed_out.give_back(tokens)
+        cache = self._handed_out
+        if cache is not None and tokens:
+            if self.room != (0, 0):
+                self.try_static(lambda static: static.copy_to(cache))
+                if self.dynamic is not None:
+                    cache.reset()  # drops rows copied before memory ran out
+                    cache.take(self.dynamic)
+            cache.give_back(tokens)
         self.reset()
-
-    def _hand_over(self, cache: TreeCache) -> None:
-        """Copy all rows to an empty cache."""
-        if self.room == (0, 0):
-            return
-        self.try_static(lambda static: static.copy_to(cache))
-        if self.dynamic is not None:
-            cache.reset()  # drops rows copied before memory ran out
-            cache.take(self.dynamic)
 
     def reset(self) -> None:
         """Drop all rows, and release the buffers."""
-        current, self._static, self.dynamic = self._static or self.dynamic, None, None
+        current, self._current = self._current, None
         if current is not None:
             current.reset()

@@ -92,10 +92,7 @@ def activation_of(config: Any) -> str:
 def decoder_of(facts: ModelFacts, plan: MaskPlan, *, in_use: bool) -> FusedDecoder | None:
     """Return the fused form of a model; None if it is refused, or if there is no memory to lay its weights out.
 
-    Args:
-        facts: survey of the model.
-        plan: the model's mask format.
-        in_use: whether captured passes of the model may be running, so that its weights must stay where they are.
+    While the model is `in_use`, captured passes of it may be running, so its weights must stay where they are.
     """
     if fusion_refusal(facts, plan):
         return None
@@ -116,21 +113,17 @@ Added = tuple[torch.Tensor, Any]
 class LayerWeights:
     """The weights of a decoder layer, those of one product side by side, and the reach of its attention.
 
-    Attributes:
-        norms: norms before attention and before the gated block; see `fused_kernels.Norm`.
-        added_norms: norms of what attention and the block add to the residual; None for none.
-        head_norms: norms of queries' and keys' heads; None for none.
-        activation: one of `ACTIVATIONS`.
+    Norms are a `fused_kernels.Norm` each, and None where a family has none.
     """
 
     qkv: tuple[torch.Tensor, torch.Tensor | None]
     output: tuple[torch.Tensor, torch.Tensor | None]
     gate_up: tuple[torch.Tensor, torch.Tensor | None]
     down: tuple[torch.Tensor, torch.Tensor | None]
-    norms: tuple[Any, Any]
-    added_norms: tuple[Any, Any]
-    head_norms: tuple[Any, Any] | None
-    activation: str
+    norms: tuple[Any, Any]  # before attention and before the gated block
+    added_norms: tuple[Any, Any]  # of what attention and the block add to the residual
+    head_norms: tuple[Any, Any] | None  # of queries' and keys' heads
+    activation: str  # one of `ACTIVATIONS`
     scaling: float
     span: AttentionSpan
 
@@ -150,9 +143,9 @@ class LayerWeights:
         has_norms = hasattr(attention, "q_norm")
         return cls(
             qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
-            output=(attention.o_proj.weight.detach(), _detached(attention.o_proj.bias)),
+            output=side_by_side([attention.o_proj]),
             gate_up=side_by_side([block.gate_proj, block.up_proj]),
-            down=(block.down_proj.weight.detach(), _detached(block.down_proj.bias)),
+            down=side_by_side([block.down_proj]),
             norms=(Norm.of(norms[0]), Norm.of(norms[1])),
             added_norms=added_norms,
             head_norms=(Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if has_norms else None,
@@ -181,15 +174,7 @@ class LayerWeights:
 
 
 class FusedDecoder:
-    """Makes the passes of a model over trees.
-
-    Args:
-        facts: survey of a model that `fusion_refusal` does not refuse.
-        plan: the model's mask format.
-
-    Attributes:
-        exact: whether its passes must have the bits of the model's own: the model is invariant.
-    """
+    """Makes the passes over trees of a model that `fusion_refusal` does not refuse."""
 
     def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
         from lade.backends.cuda_graphs import fused_kernels
@@ -198,7 +183,7 @@ class FusedDecoder:
         self._kernels, self._attend = fused_kernels, launch.attend
         config, decoder = facts.text_config, facts.model.model
         self._own_parts = getattr(decoder.layers[0], "parts_of_tree_pass", None)  # of an invariant layer
-        self.exact = self._own_parts is not None
+        self.exact = self._own_parts is not None  # an invariant model's passes must have the bits of its own
         count = config.num_hidden_layers
         kinds = config.layer_types if plan.by_layer_type else list(plan.spans) * count
         spans = [plan.spans[kind] or FULL for kind in kinds[:count]]
@@ -297,7 +282,3 @@ def _is_joined(parameters: Sequence[torch.Tensor]) -> bool:
             return False
         place += each.nbytes
     return True
-
-
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()

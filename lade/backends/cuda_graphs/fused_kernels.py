@@ -107,17 +107,11 @@ def roomy(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class Norm(NamedTuple):
-    """An RMS norm (Zhang and Sennrich, arXiv 1910.07467).
+    """An RMS norm (Zhang and Sennrich, arXiv 1910.07467)."""
 
-    Attributes:
-        weight: `[H]`.
-        eps: what is added to the mean of squares.
-        from_one: whether `weight` is the difference to 1.0, and results are rounded once, as in Gemma.
-    """
-
-    weight: torch.Tensor
-    eps: float
-    from_one: bool
+    weight: torch.Tensor  # [H]
+    eps: float  # added to the mean of squares
+    from_one: bool  # whether `weight` is the difference to 1.0, and results are rounded once, as in Gemma
 
     @classmethod
     def of(cls, module: Any) -> Norm:
@@ -129,13 +123,9 @@ class Norm(NamedTuple):
 def norm(
     x: torch.Tensor, by: Norm, add: torch.Tensor | None = None, add_norm: Norm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + add, or x itself, and its norm, `[..., H]` each.
+    """Return x + add, or x itself, and its norm, `[..., H]` each; x is contiguous.
 
-    Args:
-        x: contiguous states, `[..., H]`.
-        by: the norm.
-        add: what is added before, like `x`; None for nothing.
-        add_norm: norm of what is added, of the same kind as `by`; None for none.
+    With `add_norm`, a norm of the same kind, what is added is normed as well.
     """
     columns, out = x.shape[-1], roomy(x, *x.shape)
     total = x if add is None else torch.empty_like(x)
@@ -148,26 +138,14 @@ def norm(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[Norm, Norm] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    qkv: torch.Tensor,  # [B, S, (H + 2 * Hkv) * D]: queries, keys and values of all heads
+    turns: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, contiguous [B, S, D] in the dtype of `qkv`
+    norms: tuple[Norm, Norm] | None,  # of queries' and of keys' heads, of one kind; None for none
+    keys: torch.Tensor,  # cache [B, Hkv, slots, D], written in place
+    values: torch.Tensor,  # like `keys`, with the same strides
+    slots: torch.Tensor,  # [B, S] int64, slot of each token
 ) -> torch.Tensor:
-    """Rotate queries and keys by their positions, and write keys and values to the cache.
-
-    Args:
-        qkv: `[B, S, (H + 2 * Hkv) * D]`: queries, keys and values of all heads.
-        turns: cosines and sines of the positions, contiguous `[B, S, D]` in the states' dtype.
-        norms: norms of queries' and of keys' heads, of one kind; None for none.
-        keys: cache `[B, Hkv, slots, D]`; written in place, as is `values`, which has the same strides.
-        values: cache `[B, Hkv, slots, D]`.
-        slots: `[B, S]` int64, slot of each token.
-
-    Returns:
-        Rotated queries, `[B, S, H, D]`.
-    """
+    """Write keys and values to the cache; return rotated queries, `[B, S, H, D]`, as the keys are."""
     rows, step, width = qkv.shape
     kv_heads, dim = keys.shape[1], keys.shape[-1]
     query = qkv.new_empty(rows, step, width // dim - 2 * kv_heads, dim)
@@ -183,9 +161,7 @@ def rotate_and_store(
 def gated_product(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up, `[..., I]`, of contiguous `[..., 2 * I]`: gates first (Shazeer, arXiv 2002.05202).
 
-    Args:
-        gate_up: both, side by side.
-        activation: `TANH`, or SiLU by any name.
+    The activation is `TANH`, or SiLU by any name.
     """
     columns = gate_up.shape[-1] // 2
     out = roomy(gate_up, *gate_up.shape[:-1], columns)

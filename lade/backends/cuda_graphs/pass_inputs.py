@@ -28,12 +28,10 @@ from lade.model.kv_cache import PositionOffsets
 class ClosureAncestry:
     """Ancestry of nodes computed on the device; see `lade.model.cache_layers.Ancestry`.
 
-    Args:
-        closure: `[B, S, S]` bool, see `TokenTree.closure`; nodes come after their ancestors. Padding may descend from
-            the root without being its own descendant.
+    Nodes come after their ancestors. Padding may descend from the root without being its own descendant.
     """
 
-    def __init__(self, closure: torch.Tensor) -> None:
+    def __init__(self, closure: torch.Tensor) -> None:  # [B, S, S] bool, see `TokenTree.closure`
         self.size: int = closure.shape[1]
         self.state: torch.Tensor | None = None
         self._closure = closure
@@ -59,13 +57,7 @@ class ClosureAncestry:
 
 
 class StaticInputs:
-    """Input tensors of passes over B rows of S tokens.
-
-    Args:
-        rows: B, number of rows of the pass.
-        size: S, tokens per row.
-        device: device of the model.
-        axes: number of position axes; 0 if positions equal slots.
+    """Input tensors of passes over B rows of S tokens, with so many position axes; 0 if positions equal slots.
 
     Attributes:
         memory: uint8 tensor that all others are views of.
@@ -185,13 +177,9 @@ class StaticRecurrentTreeLayerView(RecurrentLayer, StaticLayerView):
 
 
 class StaticCacheView(Cache):
-    """The cache that the model sees in a pass of one shape.
+    """The cache that the model sees in a pass of one shape: the first rows and slots of the buffers.
 
-    Args:
-        layers: layers of the rows, see `StaticRows`; their states are in the buffers.
-        buffers: buffers of the keys and values, of which the first rows and slots are visible.
-        slots: `[B, S]` int64, slots to which the nodes' keys and values are written.
-        shape: B, S and K of the pass.
+    The layers are those of the rows, see `StaticRows`. Keys and values of nodes are written to `slots`, `[B, S]` int64.
     """
 
     def __init__(self, layers: Sequence[Any], buffers: Buffers, slots: torch.Tensor, shape: StepShape) -> None:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lade.backends.cuda_graphs.buffers import Buffers, Call, Capture, CudaCapture, EagerReplay, Layers, Recording
+from lade.backends.cuda_graphs.buffers import Buffers, Call, Capture, CudaCapture, EagerReplay, Layers, Replay
 from lade.errors import CaptureWarning
 from lade.locks import ForkSafeLock
 from lade.model.facts import inner_tensors, is_invariant
@@ -54,22 +54,15 @@ class _Entry:
 
 
 class BufferPool:
-    """Buffers of one model. Of idle buffers only the largest are kept, until `free_idle`.
+    """Buffers of one model, each with a capture of its own. Of idle ones only the largest are kept, until `free_idle`.
 
-    Args:
-        make_capture: returns the capture for a set of buffers; called once for each.
-        setup: returns the setup that captures depend on, see `capture_setup`. Read at each `acquire`; only buffers of
-            the same setup are reused.
-
-    Attributes:
-        capture_failed_in: setup in which a capture has failed; None if none has.
-        fusion_failed_in: setup in which a fused pass differed from the model's own; None if none has.
+    Only buffers of the same setup are reused, see `capture_setup`.
     """
 
     def __init__(self, make_capture: Callable[[], Capture], setup: Callable[[], Hashable] = lambda: None) -> None:
         self._make_capture, self._setup = make_capture, setup
-        self.capture_failed_in: Hashable = None
-        self.fusion_failed_in: Hashable = None
+        self.capture_failed_in: Hashable = None  # the setup in which a capture has failed, if one has
+        self.fusion_failed_in: Hashable = None  # the one in which a fused pass differed from the model's own
         self._entries: list[_Entry] = []
         self._lock = ForkSafeLock()
 
@@ -87,12 +80,8 @@ class BufferPool:
     def acquire(self, owner: object, layers: Layers, rows: int, slots: int, limit: int | None = None) -> Buffers:
         """Return buffers of at least this size, all zero.
 
-        Args:
-            owner: object that uses them until they are released or discarded, or until it is garbage collected.
-            layers: shapes of keys, values and states of each layer.
-            rows: B, least number of rows.
-            slots: least number of slots per row.
-            limit: most slots over all rows of existing buffers that are larger than asked for; None for no limit.
+        The owner uses them until they are released or discarded, or until it is garbage collected. Existing buffers
+        that are larger than asked for have no more slots over all rows than `limit`, if there is one.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for new buffers.
@@ -135,7 +124,7 @@ class BufferPool:
         with self._lock:
             self._entries = [entry for entry in self._entries if not entry.idle]
 
-    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+    def record(self, buffers: Buffers, call: Call, fixed: Sequence[torch.Tensor]) -> Replay:
         """Capture a call that works on buffers of this pool; see `Capture.record`.
 
         If that fails, one `CaptureWarning` is issued, and nothing is captured from then on: replays call again.

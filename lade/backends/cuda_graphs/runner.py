@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.backends.cuda_graphs.buffers import HiddenBuffer, NodeBuffers, Recording, ResultMemory, StepShape
+from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers, Replay, StepShape
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.fused import FusedDecoder, decoder_of, difference
 from lade.backends.cuda_graphs.pass_inputs import ClosureAncestry, StaticCacheView, StaticInputs
@@ -36,35 +36,29 @@ from lade.model.runner import EagerRunner
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class CapturedPass:
-    """A captured pass, the inputs it reads, and what it leaves: node inputs for recurrent states, hidden states."""
+    """A pass of one shape on some buffers."""
 
-    inputs: StaticInputs
-    nodes: NodeBuffers
-    hidden: HiddenBuffer
-    recording: Recording
+    replay: Replay  # set once it is captured
 
+    def __init__(self, shape: StepShape, buffers: Buffers, device: torch.device) -> None:
+        self.shape, self._memory = shape, buffers.hidden
+        self.inputs = StaticInputs(shape.rows, shape.size, device, shape.axes)
+        self.nodes = NodeBuffers(buffers.state_groups, buffers.node_memory)
+        self.states = torch.empty(0)  # [B, S, H], hidden states that it leaves if its shape asks for them
 
-@dataclass(frozen=True)
-class PreparedStep:
-    """A captured pass about to be replayed, its shape, and the cache whose buffers it uses."""
-
-    cache: StaticCache
-    shape: StepShape
-    captured: CapturedPass
+    def take_states(self, states: torch.Tensor) -> None:
+        """Copy hidden states to their fixed address; a part of the pass."""
+        if not self.states.numel():
+            self.states = self._memory.like(states)
+        self.states.copy_(states)
 
 
 class GraphRunner(EagerRunner):
     """Pads each step to one of a few shapes, and replays the captured pass of that shape.
 
-    Args:
-        model: a transformers model; `capture_refusal` in `backend.py` tells which can be captured.
-        plan: how the model takes its masks.
-        generation_config: generation settings, see `EagerRunner`.
-        pool: pool of buffers and captured passes.
-        facts: survey of the model, see `EagerRunner`.
-        fuses: whether passes are fused where that is possible.
+    The model is one that `capture_refusal` does not refuse, and the pool its own. With `fuses`, passes are fused where
+    that is possible; see `EagerRunner` for the rest.
     """
 
     sizing = StaticCache
@@ -114,12 +108,10 @@ class GraphRunner(EagerRunner):
         self, tokens: int | None, limit: int | None, handed_out: TreeCache | None = None
     ) -> FallbackCache:
         def make_static() -> StaticCache | None:
-            return None if self._pool.capture_failed_in is not None else self._static_cache(tokens, limit)
+            failed = self._pool.capture_failed_in is not None
+            return None if failed else StaticCache(tokens, limit=limit, pool=self._pool)
 
         return FallbackCache(make_static, handed_out)
-
-    def _static_cache(self, tokens: int | None, limit: int | None = None) -> StaticCache:
-        return StaticCache(tokens, limit=limit, pool=self._pool)
 
     def host(self, cache: TreeCache, tokens: int) -> StaticCache:
         """See `EagerRunner.host`; returns a static cache without fallback.
@@ -127,7 +119,7 @@ class GraphRunner(EagerRunner):
         Raises:
             torch.OutOfMemoryError: there is no memory for it, here or in a later `forward` on it.
         """
-        static = self._static_cache(tokens)
+        static = StaticCache(tokens, pool=self._pool)
         static.join([cache], [(0, row) for row in range(len(cache.lengths))])
         return static
 
@@ -184,50 +176,49 @@ class GraphRunner(EagerRunner):
         self, trees: Sequence[TokenTree], cache: StaticCache | FallbackCache, *, reads: bool
     ) -> torch.Tensor | None:
         """Return what a captured pass returns, `[B, S, ...]`; None if `cache.dynamic` has the rows instead."""
-        step = cache.try_static(lambda static: self._prepare(trees, static, reads=reads))
-        return None if step is None else self._replay(step, trees)
+        prepared = cache.try_static(lambda static: self._prepare(trees, static, reads=reads))
+        return None if prepared is None else self._replay(trees, *prepared)
 
-    def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache, *, reads: bool) -> PreparedStep:
+    def _prepare(
+        self, trees: Sequence[TokenTree], cache: StaticCache, *, reads: bool
+    ) -> tuple[StaticRows, CapturedPass]:
         """Do everything that may need memory: reserve cache slots, and capture the pass of this shape if it is new."""
         size = max(self._least_step, *map(len, trees))
         cache.make_room(size)
-        shape, buffers = replace(cache.shape(size), states=self._watcher is not None, reads=reads), cache.buffers
-        found: CapturedPass | None = buffers.passes.get(shape)
+        shape, rows = replace(cache.shape(size), states=self._watcher is not None, reads=reads), cache.rows
+        found: CapturedPass | None = rows.buffers.passes.get(shape)
         self.prepared = found is None
         if found is None:
-            inputs = StaticInputs(shape.rows, shape.size, self.device, shape.axes)
-            inputs.fill(trees, cache.lengths, cache.rows.offsets)  # the warm-up calls need valid inputs
-            found = buffers.passes[shape] = self._record(shape, cache.rows, inputs)
-        return PreparedStep(cache, shape, found)
+            found = CapturedPass(shape, rows.buffers, self.device)
+            found.inputs.fill(trees, rows.lengths, rows.offsets)  # the warm-up calls need valid inputs
+            self._record(rows, found)
+            rows.buffers.passes[shape] = found
+        return rows, found
 
-    def _record(self, shape: StepShape, rows: StaticRows, inputs: StaticInputs) -> CapturedPass:
-        buffers, nodes, hidden = rows.buffers, NodeBuffers(rows.buffers.states), HiddenBuffer(rows.buffers.hidden)
+    def _record(self, rows: StaticRows, captured: CapturedPass) -> None:
         if self._fused is not None:
-            self._try_fused(self._fused, shape, rows, inputs)
-        recording = self._pool.record(
-            buffers, lambda: self._static_pass(shape, rows, inputs, nodes, hidden), [inputs.memory, *buffers.fixed]
-        )
-        return CapturedPass(inputs, nodes, hidden, recording)
+            self._try_fused(self._fused, rows, captured)
+        fixed = [captured.inputs.memory, *rows.buffers.fixed]
+        captured.replay = self._pool.record(rows.buffers, lambda: self._static_pass(rows, captured), fixed)
 
-    def _replay(self, step: PreparedStep, trees: Sequence[TokenTree]) -> torch.Tensor:
-        cache, shape, captured = step.cache, step.shape, step.captured
-        inputs, nodes, hidden = captured.inputs, captured.nodes, captured.hidden
+    def _replay(self, trees: Sequence[TokenTree], rows: StaticRows, captured: CapturedPass) -> torch.Tensor:
         size = max(map(len, trees))
         self._stopwatch.start(self.device)
-        inputs.fill(trees, cache.lengths, cache.rows.offsets)
-        logits = captured.recording.replay(lambda: self._static_pass(shape, cache.rows, inputs, nodes, hidden))
+        captured.inputs.fill(trees, rows.lengths, rows.offsets)
+        logits = captured.replay(lambda: self._static_pass(rows, captured))
         self._stopwatch.stop(logits.device)
-        cache.rows.fed(size, shape, None if self._recurrence is None else nodes)
+        rows.fed(size, captured.shape, None if self._recurrence is None else captured.nodes)
         if self._watcher is not None:
-            self._watcher(hidden.states[: len(trees), :size].clone())  # the next replay overwrites them
+            self._watcher(captured.states[: len(trees), :size].clone())  # the next replay overwrites them
         return logits[: len(trees), :size]
 
-    def _try_fused(self, fused: FusedDecoder, shape: StepShape, rows: StaticRows, inputs: StaticInputs) -> None:
+    def _try_fused(self, fused: FusedDecoder, rows: StaticRows, captured: CapturedPass) -> None:
         """Compare a fused pass with the model's own; fuse none from now on if they differ."""
+        inputs = captured.inputs
         real = inputs.closure.diagonal(dim1=1, dim2=2)  # [B, S]; padding does not see itself
-        own = self._model_pass(shape, rows, inputs, NodeBuffers(rows.buffers.states), HiddenBuffer(ResultMemory()))
+        own = self._model_pass(rows, captured)
         try:
-            found = fused.logits(fused.states(inputs, rows.buffers, shape))
+            found = fused.logits(fused.states(inputs, rows.buffers, captured.shape))
             problem = difference(found[real], own[real], exact=fused.exact)
         except torch.OutOfMemoryError:
             raise
@@ -237,36 +228,33 @@ class GraphRunner(EagerRunner):
             self._fused, self._pool.fusion_failed_in = None, self._pool.setup
             logger.warning("passes of %s are not fused, which is slower: %s", type(self.model).__name__, problem)
 
-    def _static_pass(
-        self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers, hidden: HiddenBuffer
-    ) -> torch.Tensor:
-        """Run the pass that a graph captures, and leave states in `nodes` and `hidden`.
+    def _static_pass(self, rows: StaticRows, captured: CapturedPass) -> torch.Tensor:
+        """Run the pass that a graph captures, which leaves what `captured` has of it.
 
         Returns:
             Logits `[B, S, V]`, or what is read of them, `[B, S, 1 + WIDTH]` int32.
         """
         if self._fused is None:
-            logits = self._model_pass(shape, rows, inputs, nodes, hidden)
+            logits = self._model_pass(rows, captured)
         else:
-            states = self._fused.states(inputs, rows.buffers, shape)
-            if shape.states:
-                hidden.take(states)
+            states = self._fused.states(captured.inputs, rows.buffers, captured.shape)
+            if captured.shape.states:
+                captured.take_states(states)
             logits = self._fused.logits(states)
-        if not shape.reads:
+        if not captured.shape.reads:
             return logits
         found: torch.Tensor = reduced(logits.flatten(0, 1), wants_entries=True).unflatten(0, logits.shape[:2])
         return found
 
-    def _model_pass(
-        self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers, hidden: HiddenBuffer
-    ) -> torch.Tensor:
+    def _model_pass(self, rows: StaticRows, captured: CapturedPass) -> torch.Tensor:
         """Run the model; return logits `[B, S, V]`."""
+        inputs, shape = captured.inputs, captured.shape
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
         view = StaticCacheView(rows.layers, rows.buffers, inputs.slots(), shape)
         arguments = self._arguments(step, view, inputs.offsets)
         with ExitStack() as stack:
             if shape.states:
-                stack.enter_context(super().watching_states(hidden.take))
+                stack.enter_context(super().watching_states(captured.take_states))
             if self._slot_patches:
                 stack.enter_context(self._slot_patches.patched_for(step))
             if self._recurrence is not None:
@@ -274,5 +262,5 @@ class GraphRunner(EagerRunner):
                 view.begin(ancestry)
                 stack.enter_context(self._recurrence.patched_for(ancestry))
             logits: torch.Tensor = self.model(**arguments).logits
-        nodes.take(view.recurrent)
+        captured.nodes.take(view.recurrent)
         return logits

@@ -47,10 +47,8 @@ class StaticCache:
     one by `take`. An operation that needs larger buffers, and gets none for lack of memory, leaves everything
     unchanged.
 
-    Args:
-        tokens: greatest length that a row will reach; None if unknown.
-        limit: most slots over all rows of buffers from the pool; None for no limit.
-        pool: pool to acquire buffers from; None for a new pool.
+    Rows will reach `tokens` at the most, if that is known. Buffers come from the pool, or a new one, and have no more
+    slots over all rows than `limit`, if there is one.
     """
 
     dynamic = None
@@ -77,17 +75,8 @@ class StaticCache:
         return max(AHEAD_TOKENS, tokens)
 
     @property
-    def empty(self) -> bool:
-        """True while there are no buffers."""
-        return self._rows is None
-
-    @property
     def rows(self) -> StaticRows:
-        """The rows and their buffers.
-
-        Raises:
-            RuntimeError: the cache is empty.
-        """
+        """The rows and their buffers; raises `RuntimeError` while it is empty."""
         if self._rows is None:
             raise RuntimeError("an empty static cache has no buffers: fill a TreeCache and join it")
         return self._rows
@@ -205,20 +194,7 @@ class StaticCache:
 
     def leave(self, row: int) -> None:
         """Evict a row; the last row takes its index."""
-        rows = list(range(len(self.lengths)))
-        rows[row] = rows[-1]
-        self.rows.select(rows[:-1])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order.
-
-        Raises:
-            ValueError: there are more rows than the buffers have.
-        """
-        rows: list[int] = indices.tolist()
-        if len(rows) > self.buffers.rows:
-            raise ValueError(f"indices={rows} are too many: the buffers have {self.buffers.rows} rows")
-        self.rows.select(rows)
+        self.rows.leave(row)
 
     def reset(self) -> None:
         """Drop all rows, and release the buffers."""
@@ -228,25 +204,16 @@ class StaticCache:
 
 
 class StaticRows:
-    """The first rows of some buffers, each with its own length. Nothing here allocates memory.
-
-    Args:
-        buffers: buffers to use, all zero.
-
-    Attributes:
-        lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
-        ends: `[B]`, slots from which on each row is zero.
-        offsets: offsets of the positions that follow the cached tokens.
-        layers: layers of the model's cache, in order. The states of recurrent ones are views of the buffers; keys and
-            values are not in them.
-    """
+    """The first rows of some buffers, each with its own length. Nothing here allocates memory."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.lengths: list[int] = [0]
-        self.ends: list[int] = []
-        self.offsets = PositionOffsets()
-        self.layers: list[Any] = []
+        self.buffers = buffers  # all zero at first
+        self.lengths: list[int] = [0]  # [B], cached tokens of each row; [0] while there are no rows
+        self.ends: list[int] = []  # [B], slots from which on each row is zero
+        self.offsets = PositionOffsets()  # of the positions that follow the cached tokens
+        self.layers: list[
+            Any
+        ] = []  # of the model's cache; states are views of the buffers, keys and values not in them
         self._nodes: NodeBuffers | None = None  # node inputs of the last pass, until `keep`
         self._padded: StepShape | None = None  # shape of the last pass, if it wrote to unused rows
 
@@ -279,7 +246,7 @@ class StaticRows:
 
     def _lay_states(self, like: Sequence[Any]) -> None:
         """Make the states of recurrent layers views of the buffers; flags are copied from the layers in `like`."""
-        states = iter(self.buffers.states.states)
+        states = iter(self.buffers.states)
         for own, layer in zip(self.layers, like, strict=True):
             if isinstance(own, RecurrentLayer):
                 own.become(layer, lambda _: next(states), [layer])
@@ -289,7 +256,8 @@ class StaticRows:
         count, used = len(self.ends), max(self.ends, default=0)
         for new, old in zip(buffers.groups, self.buffers.groups, strict=True):
             new[:, :count, :, :used] = old[:, :count, :, :used]
-        buffers.states.copy_from(self.buffers.states, count)
+        for kind, states in buffers.state_groups.items():
+            states[:count] = self.buffers.state_groups[kind][:count]
         self.buffers = buffers
         self._lay_states(self.layers)
 
@@ -317,11 +285,9 @@ class StaticRows:
             self._padded = shape
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Keep, of the last `fed` tokens, those on the path, and set the others to zero.
+        """Keep, of the `fed` tokens that the last pass appended to every row, those on its path; zero the others.
 
-        Args:
-            paths: indices to keep for each row, ascending, counted from the first of the `fed` tokens.
-            fed: number of tokens that the last pass appended to every row.
+        Paths are ascending indices, counted from the first of these tokens.
         """
         if self._nodes is not None and all(paths):  # states no longer matter if a row keeps nothing
             self._nodes.fold(paths)
@@ -353,15 +319,17 @@ class StaticRows:
             targets[row, :places] = np.arange(firsts[row], self.ends[row])
         self.buffers.move(sources, targets)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        before, used = len(self.ends), max(self.ends)
-        self.buffers.select(rows, used)
-        self.offsets = self.offsets.selected(rows)
-        self.ends = [self.ends[row] for row in rows]
-        self.lengths = [self.lengths[row] for row in rows] or [0]
-        for row in range(max(before, len(rows))):
-            self.buffers.clear_rows(row, slice(self.ends[row] if row < len(rows) else 0, used))
+    def leave(self, row: int) -> None:
+        """Evict a row; the last row takes its index."""
+        last, used = len(self.ends) - 1, max(self.ends)
+        kept = list(range(last))
+        if row < last:
+            kept[row] = last
+            self.buffers.copy_row(last, row, used)
+        self.buffers.clear_rows(last, slice(0, used))
+        self.offsets = self.offsets.selected(kept)
+        self.ends = [self.ends[each] for each in kept]
+        self.lengths = [self.lengths[each] for each in kept] or [0]
 
 
 def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

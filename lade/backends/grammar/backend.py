@@ -27,12 +27,9 @@ class GrammarProcessor(LogitsProcessor):
     It is called once per token, as in plain decoding, also on rows that beam search has reordered. A text that does not
     extend one of the last call's by one token starts a new answer. Created by `Grammar.processor`.
 
-    Args:
-        matchers: matchers at the start of each prompt's grammar, or a single one for all prompts.
-        vocabulary: tokens that the matchers are for.
-        alone: true if there is one row, whose every token must be allowed; None to decide by the batch. Rows of a batch
-            may have ended otherwise and be padded, or be beams with zero probability, so a token that is not allowed
-            ends their answer.
+    The matchers are at the start of each prompt's grammar, or a single one for all prompts. If a row is `alone`, each
+    of its tokens must be allowed; None to decide by the batch. Rows of a batch may have ended otherwise and be padded,
+    or be beams with zero probability, so a token that is not allowed ends their answer.
     """
 
     def __init__(self, matchers: Sequence[Matcher], vocabulary: Vocabulary, *, alone: bool | None = None) -> None:
@@ -160,10 +157,8 @@ class GrammarConstraint:
     the tokens they expect. A grammar that exceeds its limits is reported by the processor, which runs next: here it
     only means that nothing is drafted any more.
 
-    Args:
-        matcher: matcher at the start of the grammar.
-        start: number of prompt tokens.
-        vocabulary: ids below it are tokens of both model and tokenizer; other ids would disable a matcher.
+    The matcher is at the start of the grammar, after `start` tokens of the prompt. Ids from `vocabulary` on are not
+    tokens of both model and tokenizer, and would disable a matcher.
     """
 
     def __init__(self, matcher: Matcher, start: int, vocabulary: int) -> None:

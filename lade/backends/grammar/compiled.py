@@ -79,14 +79,7 @@ def vocabulary_of_tokenizer(tokenizer: Any, ends: Iterable[int] = ()) -> Vocabul
 
 
 class Vocabulary:
-    """The tokens of a fast tokenizer as bytes, with the grammars compiled for it. Thread-safe.
-
-    Attributes:
-        ends: ids that end an answer.
-        stops: ids of ordinary text after which decoding stops, too, complete or not.
-        size: size of the tokenizer's vocabulary.
-        specials: texts of its added tokens.
-    """
+    """The tokens of a fast tokenizer as bytes, with the grammars compiled for it. Thread-safe."""
 
     def __init__(self, tokenizer: Any, ends: tuple[int, ...]) -> None:
         try:
@@ -98,8 +91,8 @@ class Vocabulary:
         except ValueError as problem:
             kind = type(tokenizer).__name__
             raise InputError(f"grammars cannot be used with a tokenizer of type {kind}: {problem}") from problem
-        self.ends, self.size = ends, int(self._tokens.vocab_size)
-        self.stops = frozenset[int]()
+        self.ends, self.size = ends, int(self._tokens.vocab_size)  # ids that end an answer
+        self.stops = frozenset[int]()  # ids of ordinary text after which decoding stops, too, complete or not
         self._spelling = _without_added_tokens(tokenizer)
         self.specials = tuple(map(str, getattr(tokenizer, "added_tokens_decoder", {}).values()))
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()

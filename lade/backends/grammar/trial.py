@@ -47,9 +47,7 @@ class TrialError(Exception):
 class GrammarTrial:
     """Called with grammars before they are compiled. Thread-safe; grammars are tried one at a time.
 
-    Args:
-        specials: texts of special tokens that grammars may name.
-        seconds: CPU seconds allowed per grammar.
+    Grammars may name the special tokens of these texts, and take so many CPU seconds each.
     """
 
     def __init__(self, specials: Iterable[str] = (), seconds: float = SECONDS) -> None:

@@ -2,6 +2,14 @@
 
 Entry e of a row's cache is for the token at position `start + 1 + e`, fed with the model's state one position before.
 What a tree's nodes append lies behind the text, and is dropped when the trees are: text is fed with true states alone.
+
+The language model head is often several times as large as the layer, so a pass costs mostly that. Where it is, the
+logits of some tokens are enough: those that the memory suggests, those of the text, and those that the layer predicted
+most often of late. This loses hardly a draft, since a token that is none of these is seldom right.
+
+States of texts are kept from the passes that feed them until the layer takes them in. A pass over prompts says nothing
+about whose tokens it feeds: several rows may go together, right-padded, in chunks, or once for rows that share a
+prompt. So the ids of each pass are noted with its states, and a row finds its own by its text.
 """
 
 from __future__ import annotations
@@ -12,22 +20,165 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lade.backends.mtp.head import Head
 from lade.backends.mtp.load import Loaded, examine, give_up, layer_of, pack_alike
-from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
+from lade.decoding.kernels.layout import CEILING, MTP_WIDTH
 from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.mtp import MtpHabits, Predictions, RowText
 from lade.decoding.tree import TokenTree
 from lade.model.facts import CACHE
 from lade.model.inputs import plan_for
 from lade.model.kv_cache import TreeCache
+from lade.model.module_changes import hooked
+from lade.model.prefill import MOST_TOKENS
 from lade.model.runner import MTP_LAYERS, EagerRunner
 from lade.model.supports import MTP_FILES
 
+LEAST_VOCABULARY = 16_384
+"""With fewer tokens the whole head costs little more than a part of it."""
+HOT_SHARE, RENEW_AFTER = 16, 256
+"""The hot list has one of so many tokens of the vocabulary, and is made anew after so many predictions."""
+_MOST_ODDS = CEILING + 4.0  # log-odds: a layer may be surer than what the memory can store
+_LEAST = 1e-6
 _ROOT_ALONE: Final = TokenTree(0)
+
+
+class Head:
+    """Predictions by the language model head of transformers' `MtpModel`, which scales what it returns.
+
+    With `gathers` the logits of some tokens only are computed; None for that if the vocabulary is large.
+    """
+
+    def __init__(self, mtp: Any, gathers: bool | None = None) -> None:
+        self._mtp = mtp
+        head = mtp.shared_head
+        self._weight: torch.Tensor | None = None
+        plain = type(head) is nn.Linear and head.bias is None and head.weight.is_floating_point()
+        scaled = any(getattr(mtp.config, name, None) for name in ("logits_mup_width_multiplier", "unpadded_vocab_size"))
+        if plain and not scaled and (gathers or (gathers is None and len(head.weight) >= LEAST_VOCABULARY)):
+            self._weight = head.weight
+        self._counts = np.zeros(0 if self._weight is None else len(self._weight), np.int64)
+        self._hot, self._rows = torch.empty(0, dtype=torch.long), torch.empty(0)
+        self._since = RENEW_AFTER
+        self.may_gather = False  # true once there is a hot list: then the logits of some tokens alone can be computed
+
+    def predict(self, states: torch.Tensor, candidates: Collection[int] | None) -> Predictions:
+        """Predict what follows the layer's outputs `[E, H]` among these candidates; None to compute the whole head."""
+        if candidates is not None and self.may_gather:
+            predictions = self._gathered(states, candidates)
+        else:
+            predictions = _likeliest(self._mtp._project_to_logits(states), None)
+        if self._weight is not None:
+            self._note(predictions)
+        return predictions
+
+    def _gathered(self, states: torch.Tensor, candidates: Collection[int]) -> Predictions:
+        assert self._weight is not None
+        weight = self._weight
+        others = sorted(token for token in set(candidates) if token < len(weight))
+        ids = torch.tensor(others, dtype=torch.long, device=weight.device)
+        ids = ids[~torch.isin(ids, self._hot)]
+        logits = torch.cat([states @ self._rows.T, states @ weight[ids].T], dim=-1)  # [E, hot + others]
+        return _likeliest(logits, torch.cat([self._hot, ids]))
+
+    def _note(self, predictions: Predictions) -> None:
+        """Count what was predicted; now and then the hot list becomes what was predicted most."""
+        assert self._weight is not None
+        tokens = predictions.tokens[predictions.tokens >= 0]
+        np.add.at(self._counts, tokens, 1)
+        self._since += len(predictions.tokens)
+        if self._since < RENEW_AFTER:
+            return
+        most = max(MTP_WIDTH, len(self._counts) // HOT_SHARE)
+        best = np.argpartition(-self._counts, most)[:most]
+        self._hot = torch.from_numpy(np.sort(best)).to(self._weight.device)
+        self._rows = self._weight[self._hot]
+        self._since, self.may_gather = 0, True
+        self._counts >>= 1
+
+
+def _likeliest(logits: torch.Tensor, ids: torch.Tensor | None) -> Predictions:
+    """The likeliest tokens of logits `[E, V]`; of columns that stand for `ids`, where these are given."""
+    chances = logits.float().softmax(-1)
+    best, places = chances.topk(min(MTP_WIDTH, chances.shape[-1]))
+    odds = best.clamp(_LEAST, 1.0 - _LEAST).logit().clamp(max=_MOST_ODDS)
+    tokens = (places if ids is None else ids[places]).int()
+    found = torch.cat([tokens, odds.view(torch.int32)], dim=-1).cpu().numpy()  # one copy from a device
+    width = tokens.shape[-1]
+    wide_tokens = np.full((len(found), MTP_WIDTH), -1, np.int32)
+    wide_odds = np.zeros((len(found), MTP_WIDTH))
+    wide_tokens[:, :width], wide_odds[:, :width] = found[:, :width], found[:, width:].copy().view(np.float32)
+    return Predictions(wide_tokens, wide_odds)
+
+
+class PromptPass(NamedTuple):
+    """One pass over prompts."""
+
+    ids: list[list[int]]  # [B, T], what was fed
+    start: int  # how many tokens were cached before them
+    states: torch.Tensor  # [B, T, H], after the final norm
+
+
+class KnownStates:
+    """States of a row's text that the layer has not taken in, from place `start` to before `end`."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self.parts: list[torch.Tensor] = []  # [T, H] each, one after the other
+
+    def add(self, start: int, states: torch.Tensor) -> None:
+        """Add states `[T, H]` from place `start` on; where some are missing before them, older ones are dropped."""
+        if start != self.end:
+            self.start, self.end, self.parts = start, start, []
+        self.parts.append(states)
+        self.end += len(states)
+        while len(self.parts) > 1 and self.end - self.start - len(self.parts[0]) >= MOST_TOKENS:
+            self.start += len(self.parts.pop(0))
+        if (spare := self.end - self.start - MOST_TOKENS) > 0 and spare < len(self.parts[0]):
+            self.parts[0] = self.parts[0][spare:].clone()  # a view would keep those before, too
+            self.start += spare
+
+    def take(self) -> torch.Tensor:
+        """All of them, `[T, H]`; none are left."""
+        taken = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        self.start, self.parts = self.end, []
+        return taken
+
+
+@contextmanager
+def prompt_passes(model: Any, cache_name: str) -> Iterator[list[PromptPass]]:
+    """Record the prompts that this thread feeds to a model, and their states, while the context lasts."""
+    passes, begun = list[PromptPass](), list[tuple[torch.Tensor | None, int]]()
+
+    def note_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get(cache_name)
+        start = 0 if cache is None else int(cache.get_seq_length())
+        begun[:] = [(kwargs.get("input_ids", args[0] if args else None), start)]
+
+    def note_states(output: Any) -> None:
+        states: torch.Tensor = output[0]  # [B, T, H]
+        ids, start = begun.pop() if begun else (None, 0)
+        if ids is not None and ids.shape == states.shape[:2]:
+            passes.append(PromptPass(ids.tolist(), start, states.detach()))
+
+    with hooked(model, before=note_ids), hooked(model.get_decoder(), after=note_states):
+        yield passes
+
+
+def states_in(passes: Sequence[PromptPass], row: RowText, known: KnownStates | None) -> KnownStates | None:
+    """Return the known states of a row's text after passes over prompts; its own are found by their tokens."""
+    for each in passes:
+        wanted = row.tokens[each.start : each.start + len(each.ids[0])]
+        place = next((at for at, ids in enumerate(each.ids) if ids[: len(wanted)] == wanted), None)
+        if place is None or not wanted:
+            continue
+        known = KnownStates(each.start) if known is None else known
+        known.add(each.start, each.states[place, : len(wanted)])
+    return known
 
 
 @dataclass
@@ -48,20 +199,13 @@ class _Nodes(NamedTuple):
 
 
 class MtpRunner:
-    """See `lade.decoding.mtp.MtpLayer`.
-
-    Args:
-        runner: runner of the model's passes, which are watched; it `exposes_states`.
-        loaded: the model's MTP layer.
-        gathers: see `Head`.
-    """
+    """See `lade.decoding.mtp.MtpLayer`; the runner makes the model's passes, which are watched: it `exposes_states`."""
 
     def __init__(self, runner: EagerRunner, loaded: Loaded, gathers: bool | None = None) -> None:
         pack_alike(loaded, runner.facts)
         self._mtp = mtp = loaded.mtp
         self._head = Head(mtp, gathers)
         self._runner = runner
-        self._recorder = StateRecorder(runner.model, runner.facts.cache_name or CACHE)
         self._states: list[torch.Tensor] = []  # [B, S, H], of the last pass over trees
         self._plan = plan_for(mtp.config, by_layer_type=False)
         self._device, self._dtype = runner.model.device, runner.model.dtype
@@ -78,7 +222,7 @@ class MtpRunner:
     @contextmanager
     def reading(self, rows: Sequence[RowText]) -> Iterator[None]:
         """See `MtpLayer`."""
-        with self._recorder.prompts() as passes:
+        with prompt_passes(self._runner.model, self._runner.facts.cache_name or CACHE) as passes:
             yield
             for row in rows:
                 if (known := states_in(passes, row, self._known.get(row))) is not None:

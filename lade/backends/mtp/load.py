@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -280,15 +279,11 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on a device; on the host what can be used without swapping, where that is known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    names: dict[str, int] = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" not in names:
-        return 2**33
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # counts what is cached of files, too
-            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), free)
-    except OSError:
-        return free
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # another system than Linux
+        return 2**33
 
 
 def load(model: PreTrainedModel, found: Found) -> Any:

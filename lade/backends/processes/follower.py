@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -28,11 +28,7 @@ PlainDecode = Callable[[dict[str, Any]], Any]
 
 
 class Follower:
-    """Takes part in one call of the leader.
-
-    Attributes:
-        ended: true once the leader has ended the call.
-    """
+    """Takes part in one call of the leader."""
 
     def __init__(
         self,
@@ -44,7 +40,7 @@ class Follower:
         self._channel, self._model, self._plain_decode, self._made_by = channel, model, plain_decode, runner
         self._plan: MaskPlan | None = None
         self._caches: dict[int, TreeCache] = {}
-        self.ended = False
+        self.ended = False  # true once the leader has ended the call
 
     def steps(self) -> Generator[Step, None, Any]:
         """Follow the call to its end: yield the steps of a stream, and return or raise what the call did."""
@@ -69,27 +65,31 @@ class Follower:
             raise problem
         return None if result is None else unpacked(result, self._model.device)
 
-    def _prefill(self, number: int, rows: list[list[int]], watched: bool, chunk: int | None, sent: int) -> None:
-        cache = self._cache(number)
-        _check_digest(sent, [], cache)
+    def _pass(self, kind: str, number: int, flattened: list[FlatTree], sent: int, *more: Any) -> None:
+        """Run a pass with the others, if trees and cache are those of the leader, whose digest is `sent`."""
+        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
+        if digest(trees, cache.lengths) != sent:
+            raise ClusterError(
+                "the tree or the cache of this process differs from that of process 0, so both would return a "
+                "wrong text: restart all of them, and report this"
+            )
+        getattr(self, f"_{kind}")(trees, cache, *more)
+
+    def _prefill(
+        self, _: list[TokenTree], cache: TreeCache, rows: list[list[int]], watched: bool, chunk: int | None
+    ) -> None:
         # either all processes run the head over the whole prompt, or none; only the leader reads its logits
         self._runner(chunk).prefill(rows, cache, (lambda rows, start, logits: None) if watched else None)
 
-    def _forward(self, number: int, flattened: list[FlatTree], sent: int) -> None:
-        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
-        _check_digest(sent, trees, cache)
+    def _forward(self, trees: list[TokenTree], cache: TreeCache) -> None:
         self._runner().forward(trees, [tree.ids[:1] for tree in trees], cache)
 
-    def _read(self, number: int, flattened: list[FlatTree], wants_entries: bool, sent: int) -> None:
-        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
-        _check_digest(sent, trees, cache)
+    def _read(self, trees: list[TokenTree], cache: TreeCache, wants_entries: bool) -> None:
         runner = self._runner()
         assert isinstance(runner, PartRunner), "only processes that feed parts of a tree read logits"
         runner.read(trees, [tree.ids[:1] for tree in trees], cache, wants_entries=wants_entries)
 
-    def _extend(self, number: int, flattened: list[FlatTree], held: list[int], sent: int) -> None:
-        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
-        _check_digest(sent, trees, cache)
+    def _extend(self, trees: list[TokenTree], cache: TreeCache, held: list[int]) -> None:
         self._runner().extend(trees, held, cache)
 
     def _plain(self, arguments: bytes, states: list[torch.Tensor]) -> None:
@@ -120,11 +120,3 @@ class Follower:
     def _runner(self, chunk: int | None = None) -> EagerRunner:
         assert self._plan is not None, "an unsupported model runs no passes"
         return self._made_by(self._model, self._plan, GenerationConfig(prefill_chunk_size=chunk))
-
-
-def _check_digest(sent: int, trees: Sequence[TokenTree], cache: TreeCache) -> None:
-    if digest(trees, cache.lengths) != sent:
-        raise ClusterError(
-            "the tree or the cache of this process differs from that of process 0, so both would return a "
-            "wrong text: restart all of them, and report this"
-        )

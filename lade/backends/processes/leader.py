@@ -20,7 +20,7 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from io import BytesIO
 from itertools import count
@@ -50,12 +50,7 @@ _PATIENCE = timedelta(days=3650)
 
 
 class Channel:
-    """Messages among all processes of this job. Creating one is a collective operation.
-
-    Attributes:
-        rank: rank of this process; rank 0 sends.
-        size: number of processes.
-    """
+    """Messages among all processes of this job; rank 0 sends. Creating one is a collective operation."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -68,7 +63,7 @@ class Channel:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         head = len(data).to_bytes(_SIZE_BYTES, "little")
         room = _FIXED_BYTES - _SIZE_BYTES
-        _fill(self._buffer, head + data[:room])
+        self._buffer.numpy()[: len(head) + len(data[:room])] = bytearray(head + data[:room])
         self._broadcast(self._buffer)
         if len(data) > room:
             self._broadcast(torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8))
@@ -205,23 +200,14 @@ def _destroy(groups: list[Any]) -> None:
             dist.destroy_process_group(groups.pop())
 
 
-def _fill(buffer: torch.Tensor, data: bytes) -> None:
-    buffer.numpy()[: len(data)] = bytearray(data)
-
-
 class Leader:
     """Announces the passes and cache operations of one call to the followers."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self._channel, self.size = channel, channel.size
         self._waiting: list[tuple[Any, ...]] = []
         self._numbers = count()
         self._in_pass = False
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._channel.size
 
     def number(self, cache: TreeCache) -> int:
         """Return a number that identifies a new cache in all processes; it is dropped when this one is collected."""
@@ -263,60 +249,39 @@ class Leader:
             self._in_pass = False
 
 
-class LeadingCache(TreeCache):
-    """A cache whose changes are repeated by the followers.
+def _repeated(name: str) -> Any:
+    """Return a method of a cache that followers repeat with the same arguments."""
 
-    Attributes:
-        number: number that identifies the cache in all processes.
-    """
+    def method(self: LeadingCache, *arguments: Any) -> None:
+        self._leader.defer("cache", self.number, name, *arguments)
+        getattr(super(LeadingCache, self), name)(*arguments)
+
+    return method
+
+
+class LeadingCache(TreeCache):
+    """A cache whose changes are repeated by the followers, which know it by its number."""
 
     def __init__(self, leader: Leader) -> None:
         super().__init__()
         self._leader = leader
         self.number = leader.number(self)
 
-    def _announce(self, name: str, *arguments: Any) -> None:
-        self._leader.defer("cache", self.number, name, *arguments)
-
-    def reset(self) -> None:
-        """See `TreeCache`."""
-        self._announce("reset")
-        super().reset()
+    reset = _repeated("reset")
+    repeat = _repeated("repeat")
+    give_back = _repeated("give_back")
+    reserve = _repeated("reserve")
+    leave = _repeated("leave")
+    _keep = _repeated("keep")
+    _select = _repeated("batch_select_indices")
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """See `TreeCache`."""
-        self._announce("keep", [list(path) for path in paths], fed, None if held is None else list(held))
-        super().keep(paths, fed, held)
-
-    def repeat(self, tokens: int) -> None:
-        """See `TreeCache`."""
-        self._announce("repeat", tokens)
-        super().repeat(tokens)
-
-    def give_back(self, tokens: int) -> None:
-        """See `TreeCache`."""
-        self._announce("give_back", tokens)
-        super().give_back(tokens)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """See `TreeCache`."""
-        self._announce("crop", tokens_to_remove)
-        super().crop(tokens_to_remove)
-
-    def reserve(self, rows: int, slots: int) -> None:
-        """See `TreeCache`."""
-        self._announce("reserve", rows, slots)
-        super().reserve(rows, slots)
-
-    def leave(self, row: int) -> None:
-        """See `TreeCache`."""
-        self._announce("leave", row)
-        super().leave(row)
+        self._keep([list(path) for path in paths], fed, None if held is None else list(held))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `TreeCache`."""
-        self._announce("batch_select_indices", indices.cpu())
-        super().batch_select_indices(indices)
+        self._select(indices.cpu())
 
     def take(self, part: TreeCache) -> None:
         """See `TreeCache`; `part` must be a cache of this leader."""
@@ -326,27 +291,17 @@ class LeadingCache(TreeCache):
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
         """See `TreeCache`."""
-        copy = self._empty()
+        copy = type(self)(self._leader)
         self._leader.defer("copy", self.number, copy.number, row, tokens)
         copy.adopt(super().copy_row(row, tokens))
         return copy
 
-    def _empty(self) -> LeadingCache:
-        return LeadingCache(self._leader)
-
 
 class LeadingRunner(EagerRunner):
-    """Runs passes together with the followers.
-
-    Args:
-        model: a transformers model, see `EagerRunner`.
-        plan: how the model takes its masks.
-        generation_config: generation settings, see `EagerRunner`.
-        leader: leader that announces the passes.
-        facts: survey of the model, see `EagerRunner`.
-    """
+    """Runs passes together with the followers, to which the leader announces them."""
 
     exposes_states = False
+    caches: type[LeadingCache] = LeadingCache
     shares_head = True
     """True if the language model head is split as well, so that all processes run it over prompts."""
 
@@ -361,13 +316,13 @@ class LeadingRunner(EagerRunner):
         super().__init__(model, plan, generation_config, facts)
         self._leader, self.processes = leader, leader.size
 
-    def tree_cache(self) -> TreeCache:
+    def tree_cache(self) -> LeadingCache:
         """See `EagerRunner`."""
-        return LeadingCache(self._leader)
+        return self.caches(self._leader)
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> LeadingCache:
         """See `EagerRunner`."""
-        return LeadingCache(self._leader)
+        return self.tree_cache()
 
     def for_prompts(self, prompts: PreparedPrompts | None) -> LeadingRunner:
         """See `EagerRunner`; prompts must be text alone."""
@@ -392,22 +347,23 @@ class LeadingRunner(EagerRunner):
         chunk = self.generation_config.prefill_chunk_size
         texts = [list(row) for row in rows]
         watched = hook is not None and self.shares_head
-        with self._leader.announced("prefill", _number(cache), texts, watched, chunk, digest([], cache.lengths)):
+        with self._announced("prefill", [], cache, texts, watched, chunk):
             return super().prefill(rows, cache, hook)
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
         """See `EagerRunner`."""
-        sent, lengths = list(map(flattened, trees)), cache.lengths
-        with self._leader.announced("forward", _number(cache), sent, digest(trees, lengths)):
+        with self._announced("forward", trees, cache):
             return super().forward(trees, rows, cache)
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
         """See `EagerRunner`."""
-        sent, lengths = list(map(flattened, trees)), cache.lengths
-        with self._leader.announced("extend", _number(cache), sent, list(held), digest(trees, lengths)):
+        with self._announced("extend", trees, cache, list(held)):
             return super().extend(trees, held, cache)
 
-
-def _number(cache: TreeCache) -> int:
-    assert isinstance(cache, LeadingCache), "the cache is unknown to the other processes"
-    return cache.number
+    def _announced(
+        self, kind: str, trees: Sequence[TokenTree], cache: TreeCache, *more: Any
+    ) -> AbstractContextManager[None]:
+        """Announce a pass, which is run in the context; followers compare trees and cache with their own."""
+        assert isinstance(cache, LeadingCache), "the cache is unknown to the other processes"
+        sent = list(map(flattened, trees))
+        return self._leader.announced("pass", kind, cache.number, sent, digest(trees, cache.lengths), *more)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from lade.backends.processes.leader import LeadingCache, LeadingRunner, digest, flattened
+from lade.backends.processes.leader import LeadingCache, LeadingRunner
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, packed, unpacked
 from lade.decoding.tree import ROOT, TokenTree
@@ -40,31 +40,21 @@ from lade.model.runner import EagerRunner
 
 
 class _Leaf(NamedTuple):
-    """A leaf of a tree.
+    """A leaf of a tree."""
 
-    Attributes:
-        node: index of the leaf.
-        path: number of nodes from the root to the leaf, both included.
-        fresh: number of these that are not on the path to the previous leaf.
-    """
-
-    node: int
-    path: int
-    fresh: int
+    node: int  # its index
+    path: int  # number of nodes from the root to the leaf, both included
+    fresh: int  # number of these that are not on the path to the previous leaf
 
 
 def partition(parents: Sequence[int], parts: int, taken: Sequence[int] | None = None) -> list[list[int]]:
     """Cut a tree into runs of leaves, so that the largest part is as small as possible.
 
-    The least possible size is found by bisection: one pass over the leaves decides if a size suffices.
-
-    Args:
-        parents: parent of each node, which comes before it; -1 for the root, node 0.
-        parts: P, number of parts.
-        taken: `[P]`, number of tokens that each part has to feed besides; None for none.
+    The least possible size is found by bisection: one pass over the leaves decides if a size suffices. Each part has
+    to feed so many `taken` tokens, `[P]`, besides.
 
     Returns:
-        P ascending lists of nodes. The root is in each of them, in some of them alone.
+        P ascending lists of nodes. The root, node 0, is in each of them, in some of them alone.
     """
     taken = taken or [0] * parts
     leaves = _leaves(parents)
@@ -129,15 +119,11 @@ def _with_ancestors(leaves: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 class PartialCache(TreeCache):
-    """Cache of the whole text for the decoding loop; this process's keys and values are in a cache of its own.
-
-    Attributes:
-        own: cache of the tokens that this process has fed; the last tokens of a row may be missing in it.
-    """
+    """Cache of the whole text for the decoding loop; this process's keys and values are in a cache of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = TreeCache()
+        self.own = TreeCache()  # of the tokens that this process has fed; the last ones of a row may be missing in it
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._missing: list[list[list[int]]] = []  # [B][P], ids of a row's last tokens that a process has not fed
         self._trees: Sequence[TokenTree] = ()
@@ -182,10 +168,9 @@ class PartialCache(TreeCache):
         return own
 
     def gathered(self, found: torch.Tensor) -> torch.Tensor:
-        """Gather data of all nodes `[B, S, X]` in the leader; followers get their own data back.
+        """Gather data of all nodes `[B, S, X]`, such as logits, in the leader; followers get their own data back.
 
-        Args:
-            found: `[B, S, X]`, such as logits, of the nodes that this process has fed, missing tokens first.
+        What is given is of the nodes that this process has fed, missing tokens first.
         """
         mine = torch.cat(
             [
@@ -273,14 +258,6 @@ class PartialCache(TreeCache):
         """See `TreeCache`; resets it, since it is of no use to others."""
         self.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Unsupported: users never hold such a cache, and nothing else crops."""
-        raise NotImplementedError("a cache of several processes cannot be cropped")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Unsupported: only beam search selects rows, and its trees are not partitioned."""
-        raise NotImplementedError("rows of a cache of several processes cannot be selected")
-
     def _nothing_missing(self) -> list[list[int]]:
         return [[] for _ in range(self._size)]
 
@@ -354,13 +331,11 @@ class PartRunner(EagerRunner):
 class LeadingPartialCache(LeadingCache, PartialCache):
     """A partial cache in the leader, which announces its changes."""
 
-    def _empty(self) -> LeadingPartialCache:
-        return LeadingPartialCache(self._leader)
-
 
 class LeadingPartRunner(LeadingRunner, PartRunner):
     """Feeds the leader's part of each tree, and announces the pass."""
 
+    caches = LeadingPartialCache
     shares_head = False
 
     @property
@@ -373,21 +348,11 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
         """See `EagerRunner`."""
         return self.processes
 
-    def tree_cache(self) -> TreeCache:
-        """See `EagerRunner`."""
-        return LeadingPartialCache(self._leader)
-
-    def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> LeadingCache:
-        """See `EagerRunner`."""
-        return LeadingPartialCache(self._leader)
-
     def readouts(
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache, *, wants_entries: bool
     ) -> list[Readout]:
         """See `lade.decoding.loop.Reader`."""
-        assert isinstance(cache, LeadingPartialCache)
-        sent = list(map(flattened, trees))
-        with self._leader.announced("read", cache.number, sent, wants_entries, digest(trees, cache.lengths)):
+        with self._announced("read", trees, cache, wants_entries):
             found = self.read(trees, rows, cache, wants_entries=wants_entries)
         whole, size = unpacked(found.flatten(0, 1)), found.shape[1]
         return [whole.rows(row * size, len(tree)) for row, tree in enumerate(trees)]

@@ -87,29 +87,15 @@ def _refusal(model: PreTrainedModel) -> str:
 
 
 class Team:
-    """All processes of a job, each with the model or its part of it. Creating one is a collective operation.
-
-    Args:
-        model: model that the processes decode.
-        parts: true if each process has the whole model and feeds a part of each tree.
-
-    Attributes:
-        parts: true if each process has the whole model and feeds a part of each tree.
-        channel: channel from the leader to the followers.
-        leader: announces the passes of the present call; None between calls, and in followers.
-    """
+    """All processes of a job, each with the model or its part of it. Creating one is a collective operation."""
 
     def __init__(self, model: PreTrainedModel, *, parts: bool = False) -> None:
-        self.parts = parts
+        self.parts = parts  # true if each process has the whole model and feeds a part of each tree
         self.channel = Channel()
+        self.leads = self.channel.rank == 0
         check_identical(self.channel.gather(identity_of(model)))
-        self.leader: Leader | None = None
+        self.leader: Leader | None = None  # of the present call; None between calls, and in followers
         self.busy = threading.Lock()
-
-    @property
-    def leads(self) -> bool:
-        """True in the leader process, rank 0."""
-        return self.channel.rank == 0
 
 
 def team_of(model: PreTrainedModel) -> Team | None:

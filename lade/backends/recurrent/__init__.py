@@ -7,7 +7,7 @@ verification, `keep` folds the accepted path into the state:
     state ──▶ root ─┬─ a ─── b        out(b) = decay(b) * q(b) state  +  sum over root, a, b of decay * (q k) u
                     └─ c              keep [root, a]:  state = decay(a) * state  +  sum over root, a of decay * k u
 
-    cores.py          gated DeltaNet and KDA, Mamba 1, Mamba 2, replacing the functions of transformers' mixers
     layer.py          cache layers with states; ancestry, convolutions, decays along paths, folding of a path
-    backend.py        trees kept over several passes, and the public object
+    backend.py        gated DeltaNet and KDA, Mamba 1, Mamba 2, replacing the functions of transformers' mixers; trees
+                      kept over several passes
 """

@@ -73,7 +73,7 @@ def convolution(
     activation: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Compute the causal convolution `[B, C, S]` of each node along its ancestors; called like all `cores`."""
+    """Compute the causal convolution `[B, C, S]` of each node along its ancestors; called like all cores."""
     exact = torch.promote_types(weight.dtype, torch.float32)  # 16-bit results are rounded once, as in the original
     inputs, weights = hidden_states.mT.to(exact).contiguous(), weight.to(exact).mT.contiguous()  # [B, L, C], [width, C]
     cached = inputs.shape[1] - tree_pass.size
@@ -115,12 +115,7 @@ class Folding(Protocol):
     """Returned by a core instead of the final state; the mixer passes it on to the cache layer."""
 
     def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
-        """Fold a path into a state, in place.
-
-        Args:
-            state: `[B, ...]`, state of the text before the tree; updated to include the path.
-            last: `[B]` int64, last node of each row's path.
-        """
+        """Fold the path to node `last[b]`, `[B]` int64, into the state `[B, ...]` of the text before, in place."""
         ...
 
 
@@ -163,15 +158,7 @@ _FLAGS = ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states
 class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
     """The states of one layer, `[B, ...]` each, and, between a pass over trees and `keep`, the inputs of their update.
 
-    A pass over trees does not change the states, so an interrupted one does no harm.
-
-    Args:
-        number_of_states: number of states of each kind in the mixer.
-
-    Attributes:
-        tree_pass: ancestry of the present pass over trees; None in other passes.
-        inputs: inputs of the convolutions, `[B, L, C]` by number: the last ones of the text, then those of the nodes.
-        foldings: folding of a path into each recurrent state, by number.
+    A mixer has so many states of each kind. A pass over trees does not change them, so an interrupted one does no harm.
     """
 
     conv_states: States
@@ -179,9 +166,9 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
         super().__init__(number_of_states)
-        self.tree_pass: Ancestry | None = None
-        self.inputs: dict[int, torch.Tensor] = {}
-        self.foldings: dict[int, Folding] = {}
+        self.tree_pass: Ancestry | None = None  # None in passes that are not over trees
+        self.inputs: dict[int, torch.Tensor] = {}  # of convolutions, [B, L, C]: of the text's end, then of the nodes
+        self.foldings: dict[int, Folding] = {}  # of a path into each recurrent state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(writable(state))
@@ -243,35 +230,31 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     def reserve(self, rows: int, slots: int) -> None:
         """Reallocate for this number of rows, or for the present rows if these are more; see `TreeCache.reserve`."""
-        for states in (self.conv_states, self.recurrent_states):
-            for idx, state in states.items():
-                if state is not None:
-                    states[idx] = _reallocated(state, max(rows, len(state)))
+        self._replace(lambda state: _reallocated(state, max(rows, len(state))))
 
     def take(self, part: Any) -> None:
         """Append the only row of another layer; see `TreeCache.take`. Reallocates if there is no spare memory."""
-        for states, others in ((self.conv_states, part.conv_states), (self.recurrent_states, part.recurrent_states)):
-            for idx, state in states.items():
-                other = others[idx]
-                if state is not None and other is not None:
-                    states[idx] = _appended(state, other)
+        for (name, idx), row in part.states.items():
+            states: States = getattr(self, name)
+            if (state := states[idx]) is not None:
+                states[idx] = _appended(state, row)
 
     def leave(self, row: int) -> None:
         """Evict a row; the last row takes its index. Other rows are not copied."""
-        for states in (self.conv_states, self.recurrent_states):
-            for idx, state in states.items():
-                if state is not None:
-                    state[row] = state[-1]
-                    states[idx] = state[:-1]
+
+        def without(state: torch.Tensor) -> torch.Tensor:
+            state[row] = state[-1]
+            return state[:-1]
+
+        self._replace(without)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
-        for states in (self.conv_states, self.recurrent_states):
-            states.update({idx: selected(state, indices) for idx, state in states.items() if state is not None})
+        self._replace(lambda state: selected(state, indices))
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows for beam search."""
-        self.batch_select_indices(beam_idx)
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for (name, idx), state in self.states.items():
+            getattr(self, name)[idx] = change(state)
 
     def reset(self) -> None:
         """Drop all rows, and free the states."""

@@ -12,7 +12,6 @@ Soft caps and attention sinks, which SDPA lacks, are computed in plain torch in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -23,8 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeMask
-from lade.decoding.tree import TokenTree
-from lade.model.inputs import TREE_ATTENTION, TREE_MASKS, Inputs
+from lade.model.inputs import TREE_ATTENTION, TREE_MASKS
 
 NAME = TREE_ATTENTION
 HAS_TRITON = find_spec("triton") is not None
@@ -121,9 +119,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 class TreeAttentionBackend:
     """Compact masks for attention over token trees, see `lade.model.registry`."""
 
-    def inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int) -> Inputs:
-        """Return the inputs of a step over one tree per row, whose mask is a `TreeMask`; see `TreeInputs.of`."""
-        return TreeInputs.of(trees, lengths, device, held)
+    inputs = staticmethod(TreeInputs.of)
 
 
 TREE_MASKS.fill(TreeAttentionBackend())

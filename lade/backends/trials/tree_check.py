@@ -122,15 +122,8 @@ def distance(plain: torch.Tensor, logits: torch.Tensor) -> float:
 class PlainDecoding:
     """Computes a text as `model.generate` does: the prompt, then token by token, in transformers' own cache.
 
-    Args:
-        model: any causal language model.
-        prefix: the text, whose last token is fed separately.
-        encoded: output of the encoder; None for a model without one.
-        rows: batch size, with the text repeated in each row; the logits are those of the last row.
-
-    Attributes:
-        prompt_logits: `[V]`, after the prompt, that is all but the last token of the text.
-        logits: `[V]`, after the last token.
+    The last token of `prefix` is fed separately. In each of several rows the text is the same; `logits`, `[V]`, are
+    those of the last row, after the last token, and `prompt_logits` those after all tokens before it.
     """
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Any = None, rows: int = 1) -> None:

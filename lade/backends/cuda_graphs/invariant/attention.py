@@ -25,26 +25,16 @@ class Places:
     """Slots of the keys on each query's path, by position; contiguous int32 tensors.
 
     Below `starts`, position p is in slot p + shift for all queries of a row; from there on `paths` tells.
-
-    Attributes:
-        positions: `[B, S]`, positions of the queries.
-        starts: `[B]`, see above.
-        shifts: `[B]`, see above; slots below 0 do not exist.
-        bases: `[B]`, multiples of `SPAN`; no query needs keys at positions before.
-        paths: `[B, S, W]`, slot of the key at position `starts + w`; -1 for none.
-        text_spans: most spans, from `bases` on, that lie below `starts`.
-        path_spans: most spans that do not.
-        window: number of positions that a query sees, its own included; 0 for all.
     """
 
-    positions: torch.Tensor
-    starts: torch.Tensor
-    shifts: torch.Tensor
-    bases: torch.Tensor
-    paths: torch.Tensor
-    text_spans: int
-    path_spans: int
-    window: int = 0
+    positions: torch.Tensor  # [B, S], of the queries
+    starts: torch.Tensor  # [B]
+    shifts: torch.Tensor  # [B]; slots below 0 do not exist
+    bases: torch.Tensor  # [B], multiples of `SPAN`; no query needs keys at positions before
+    paths: torch.Tensor  # [B, S, W], slot of the key at position `starts + w`; -1 for none
+    text_spans: int  # most spans, from `bases` on, that lie below `starts`
+    path_spans: int  # most spans that do not
+    window: int = 0  # number of positions that a query sees, its own included; 0 for all
 
     @classmethod
     def of_text(cls, positions: torch.Tensor, keys: int) -> Places:

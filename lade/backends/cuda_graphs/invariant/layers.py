@@ -46,21 +46,15 @@ class InvariantLayer(Changed):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
+        hidden_states: torch.Tensor,  # [B, S, H]
+        attention_mask: torch.Tensor | None = None,  # [B, 1, S, K] bool; None if the queries are the last of the keys
+        position_ids: torch.Tensor | None = None,  # [B, S], or [1, S] for all rows
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,  # [B, S, D] or [1, S, D] each
+        **kwargs: Any,  # the cache, and what other kinds of attention read
     ) -> torch.Tensor:
         """Compute the layer as transformers asks for it, for inference.
 
-        Args:
-            hidden_states: `[B, S, H]`.
-            attention_mask: `[B, 1, S, K]` bool; None if the queries are the last of the keys. What a query sees has
-                consecutive positions, and ends at its own.
-            position_ids: `[B, S]`, or `[1, S]` for all rows.
-            position_embeddings: cosines and sines of the positions, `[B, S, D]` or `[1, S, D]` each.
-            kwargs: the cache, and what other kinds of attention read.
+        What a query sees has consecutive positions, and ends at its own.
 
         Raises:
             ValueError: a gradient is asked for, or the mask is not a boolean one.

@@ -41,9 +41,7 @@ def refusal(model: Any) -> str:
 def make_invariant(model: Any, pool: BufferPool) -> str:
     """Make a model that is not refused invariant, in place; return why that failed, and leave the model unchanged then.
 
-    Args:
-        model: a model of a fused family.
-        pool: pool of its captured passes.
+    The pool is that of its captured passes.
     """
     if pool.in_use:
         return "a generation or an engine uses it"
