@@ -9,7 +9,7 @@ from pathlib import Path
 from lade.cli.batch_files import Results, read_requests, sharded
 from lade.cli.options import decoding as options
 from lade.cli.options import option
-from lade.cli.serve import EngineLimits, ServedTemplate, check_all, served_names
+from lade.cli.serve import EngineLimits, ServedTemplate, check_all, load_served, served_names
 from lade.cli.terminal import terminal
 
 EXAMPLE = "Example:  [bold]lade batch -i requests.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B[/bold]"
@@ -55,7 +55,6 @@ def batch(
             return
         chat_template = template.text()
         from lade.cli.batch_run import run
-        from lade.cli.serve_model import load
         from lade.server.service import Service
         from lade.server.settings import MAX_CHOICES, MAX_PROMPTS, Settings
 
@@ -69,5 +68,5 @@ def batch(
             template_arguments=template.arguments,
             page=False,
         )
-        service = Service(settings, partial(load, loading, speed, chat_template, term))
+        service = Service(settings, partial(load_served, loading, speed, chat_template, term))
         run(service, results, len(wanted), term)

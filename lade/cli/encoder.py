@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
@@ -19,12 +18,11 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask")
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
 
-@dataclass(frozen=True)
-class ImagePrompt:
-    """A prompt with images."""
+class ImagePrompt(NamedTuple):
+    """A prompt, with images or without."""
 
     ids: list[int]  # with placeholders for the images
-    media: Mapping[str, Any] = field(default_factory=dict)  # arguments of `generate`: pixels and their layout
+    media: Mapping[str, Any]  # arguments of `generate`: pixels and their layout
 
 
 def open_image(path: Path) -> Any:
@@ -107,7 +105,14 @@ class Encoder:
                 why = "--raw was given" if self._template.raw else f"{self._loaded.name!r} has no chat template"
                 raise InputError(f'messages need a chat template, and {why}: give a text under "prompt"')
             return self._loaded.encode(prompt.text)
-        ids = self._templated(prompt.messages or [{"role": "user", "content": prompt.text}])
+        messages = self._with_system(prompt.messages or [{"role": "user", "content": prompt.text}])
+        try:
+            ids = self.apply_template(messages)
+        except Exception as problem:
+            reason = one_line(problem, 240)
+            raise InputError(
+                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): change it, or add --raw"
+            ) from problem
         self._loaded.check(ids)
         return ids
 
@@ -116,19 +121,13 @@ class Encoder:
         message = content(prompt.text, [open_image(path) for path in files])
         return encode(self._loaded, self._with_system([{"role": "user", "content": message}]), self._template.arguments)
 
-    def _templated(self, messages: Messages) -> list[int]:
-        messages = self._with_system(messages)
+    def apply_template(self, messages: Messages) -> list[int]:
+        """Return the ids of a conversation to answer; raises whatever its chat template raises."""
         continued = messages[-1]["role"] == "assistant"  # its last message is continued, not answered
         kind = {"add_generation_prompt": not continued, "continue_final_message": continued}
-        try:
-            ids: list[int] = self._loaded.tokenizer.apply_chat_template(
-                messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
-            )
-        except Exception as problem:
-            reason = one_line(problem, 240)
-            raise InputError(
-                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): change it, or add --raw"
-            ) from problem
+        ids: list[int] = self._loaded.tokenizer.apply_chat_template(
+            messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
+        )
         return ids
 
     def _with_system(self, messages: Messages) -> Messages:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.prompts import PromptSource, read_text
+from lade.cli.options import option
+from lade.cli.prompts import Prompt, check_text, decoded, read_file, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError
+from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from lade.cli.prompts import Prompt
     from lade.cli.run import Generation, GenerationPlan
     from lade.config import Lookahead
     from lade.stats import Step
@@ -24,12 +26,69 @@ EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 10
 _LONGEST_ECHO = 2000
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What to answer, and how long."""
+
+    text: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text of the prompt. Default, and for -: standard input.")
+    ] = None
+    prompt: str | None = option(
+        None, "TEXT", "The prompt as an option, for texts that begin with a dash.", "--prompt", "-p"
+    )
+    prompts: Path | None = option(None, "FILE", "A text file with one prompt, or a .jsonl file with one per line.")
+    max_new_tokens: options.MaxNewTokens = 128
+    image: list[Path] | None = option(None, "FILE", "Image before the prompt. Repeatable.")
+    prediction_file: Path | None = option(None, "FILE", "Expected answer, such as the file to be edited.")
+
+    @property
+    def piped(self) -> bool:
+        """True if the prompt comes from standard input."""
+        return self.text in (None, "-") and self.prompt is None and self.prompts is None
+
+    def read(self) -> list[Prompt]:
+        """Return the prompts; raises `InputError` without a source, for several, and for a prompt that is no text."""
+        given = sum(each is not None for each in (self.text, self.prompt, self.prompts))
+        if given > 1 or (not given and sys.stdin.isatty()):
+            raise InputError(
+                "exactly one prompt is needed: give it as an argument, as --prompts FILE, or through a pipe"
+            )
+        if self.prompts is not None:
+            return read_file(self.prompts)
+        text = self.text if self.prompt is None else self.prompt
+        if text is None or self.piped:
+            text = decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+            if not text:
+                raise InputError("standard input is empty: give a prompt there, as an argument, or as --prompts FILE")
+        check_text(text, "the prompt")
+        return [Prompt(text)]
+
+    def check_images(self, prompts: list[Prompt], template: options.Template) -> None:
+        """Raise `ConfigError` if images do not go with the prompts."""
+        if not self.image:
+            return
+        given = str(self.image[0])
+        if self.prompts is not None and (len(prompts) != 1 or prompts[0].messages is not None):
+            raise ConfigError("image", given, "needs a single prompt of text: give it as an argument")
+        if template.raw:
+            raise ConfigError("image", given, "needs the chat template: leave out --raw")
+
+    def prediction(self, prompts: list[Prompt], lookahead: Lookahead, choices: options.Choices) -> str | None:
+        """Return the expected answer, if given; raises `ConfigError` if nothing would use it."""
+        path = self.prediction_file
+        if path is None:
+            return None
+        if len(prompts) != 1:
+            raise ConfigError("prediction-file", str(path), "needs a single prompt")
+        if lookahead is None or choices.num_beams > 1:
+            method = "--method plain" if lookahead is None else "--num-beams"
+            raise ConfigError("prediction-file", str(path), f"not used with {method}")
+        return read_text(path, "prediction")
+
+
 @options.grouped
 def generate(
-    source: PromptSource,
-    max_new_tokens: options.MaxNewTokens = 128,
-    image: options.Images = None,
-    prediction_file: options.PredictionFile = None,
+    asked: Asked,
     *,
     template: options.Template,
     choices: options.Choices,
@@ -48,62 +107,34 @@ def generate(
     with terminal(output) as term:
         lookahead = speed.lookahead()
         loading.check_layout(speed.pack, invariant=speed.invariant)
-        options.check_max_new_tokens(max_new_tokens)
+        options.check_max_new_tokens(asked.max_new_tokens)
         template.check()
         choices = choices.settled()
-        prompts = _read_prompts(source, image, template, term)
+        if asked.piped:
+            term.show_status("reading standard input")
+        prompts = asked.read()
+        asked.check_images(prompts, template)
         grammar = form.read()
-        predicted = _read_prediction(prediction_file, prompts, lookahead, choices)
+        predicted = asked.prediction(prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
         from lade.cli.loading import join_processes, leading, load, with_memory
         from lade.cli.run import GenerationPlan
 
         split, pack, invariant = join_processes(term), speed.pack, speed.invariant
-        loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
+        loaded = load(loading, term=term, pack=pack, images=bool(asked.image), invariant=invariant, processes=split)
         form.check(grammar, loaded.tokenizer, loaded.model.generation_config.eos_token_id)
         lookahead = with_memory(loaded, lookahead, speed.memory)
-        plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
+        plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, asked.max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:
             if leads:
-                _run(plan, prompts, term, image or [], predicted, json=json)
-
-
-def _read_prompts(
-    source: PromptSource, images: list[Path] | None, template: options.Template, term: Terminal
-) -> list[Prompt]:
-    """Return the prompts; raises `ConfigError` if images do not go with them."""
-    if source.piped:
-        term.show_status("reading standard input")
-    prompts = source.read()
-    if not images:
-        return prompts
-    given = str(images[0])
-    if source.prompts is not None and (len(prompts) != 1 or prompts[0].messages is not None):
-        raise ConfigError("image", given, "needs a single prompt of text: give it as an argument")
-    if template.raw:
-        raise ConfigError("image", given, "needs the chat template: leave out --raw")
-    return prompts
-
-
-def _read_prediction(
-    path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: options.Choices
-) -> str | None:
-    """Return the expected answer, if given; raises `ConfigError` if nothing would use it."""
-    if path is None:
-        return None
-    if len(prompts) != 1:
-        raise ConfigError("prediction-file", str(path), "needs a single prompt")
-    if lookahead is None or choices.num_beams > 1:
-        method = "--method plain" if lookahead is None else "--num-beams"
-        raise ConfigError("prediction-file", str(path), f"not used with {method}")
-    return read_text(path, "prediction")
+                _run(plan, prompts, term, asked.image, predicted, json=json)
 
 
 def _run(
     plan: GenerationPlan,
     prompts: list[Prompt],
     term: Terminal,
-    images: list[Path],
+    images: list[Path] | None,
     predicted: str | None,
     *,
     json: bool,

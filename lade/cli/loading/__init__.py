@@ -201,11 +201,11 @@ def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
 
 
 def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
-    """Return `lookahead` with the draft memory of a file; None for the file changes nothing."""
+    """Return `lookahead` with the draft memory of a file, or an empty one that will be saved there, if one is named."""
     if memory is None:
         return lookahead
     assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead ensures it"
-    return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer))
+    return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer) if memory.exists() else Memory())
 
 
 def is_made_invariant(model: Any, wanted: bool | None) -> bool:
