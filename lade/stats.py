@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 KEPT_STEPS = 65_536
 """Number of recent steps whose sizes `Stats` lists; older ones remain in the sums and the histogram."""
@@ -235,7 +235,4 @@ class Stats:
         self.__init__()  # type: ignore[misc]
 
 
-_SUMS = (
-    "generations", "new_tokens", "steps", "resting_steps", "fed_tokens", "accepted_tokens", "draft_tokens",
-    "accepted_draft_tokens", "prefill_s", "decode_s", "forward_s", "setup_s",
-)  # fmt: skip
+_SUMS = [each.name for each in fields(Stats) if each.type in ("int", "float")]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import platformdirs
 import typer
 
+from lade import ConfigError, InputError, LadeError
 from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import Terminal, count, terminal
-from lade.errors import ConfigError, InputError, LadeError
 
 if TYPE_CHECKING:
     from lade.cli.conversation import Conversation, Turn

@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lade import InputError, TreeCache, supports
 from lade.cli.encoder import Encoder, ImagePrompt, content, encode, open_image
 from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Messages
 from lade.cli.run import Generation, stop_ids
 from lade.cli.terminal import one_line
-from lade.errors import InputError
-from lade.model.kv_cache import TreeCache
-from lade.model.supports import supports
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+import lade
+from lade import LadeError, LookaheadConfig
 from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, count, terminal
-from lade.config import LookaheadConfig
-from lade.errors import LadeError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
@@ -175,7 +175,6 @@ class Demo:
         """Answer by one method; `draw` is called after each pass, and its time does not count."""
         import torch
 
-        import lade
         from lade.hf.detokenizer import Detokenizer
 
         decoder = Detokenizer(self._loaded.tokenizer, ids)

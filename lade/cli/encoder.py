@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lade import ConfigError, InputError
 from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line
-from lade.errors import ConfigError, InputError
 from lade.model.prepared import IMAGE_FORMATS, holds_media
 
 _TOKEN_ARGUMENTS = ("input_ids", "attention_mask")

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lade import ConfigError, InputError
 from lade.cli.options import decoding as options
 from lade.cli.options import option
 from lade.cli.prompts import Prompt, check_text, decoded, read_file, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
-from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from lade import Step
     from lade.cli.run import Generation, GenerationPlan
     from lade.config import Lookahead
-    from lade.stats import Step
 
 EXAMPLE = 'Example:  [bold]lade generate "def mean(values):" --max-new-tokens 100[/bold]'
 _LONGEST_ECHO = 2000
@@ -28,7 +28,7 @@ _LONGEST_ECHO = 2000
 
 @dataclass(frozen=True)
 class Asked:
-    """What to answer, and how long."""
+    """Prompts, and options of their answers."""
 
     text: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text of the prompt. Default, and for -: standard input.")

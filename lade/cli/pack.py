@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from lade import ConfigError, InputError
 from lade.cli.options import decoding as options
 from lade.cli.options import option
 from lade.cli.options.model import WEIGHTS
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, count, terminal
-from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.backends.cpu.packing.integers import LayerError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lade.errors import InputError
+from lade import InputError
 
 Messages = list[dict[str, Any]]
 ONE_PER_LINE = 'write {"prompt": "..."} or {"messages": [...]} on each line'

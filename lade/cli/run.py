@@ -13,18 +13,14 @@ import torch
 from rich.text import Text
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
+from lade import ConfigError, Grammar, Stats, Step, generate, stream, supports
 from lade.cli.encoder import Encoder
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig, resolve
-from lade.errors import ConfigError
-from lade.grammar import Grammar
 from lade.hf.detokenizer import Detokenizer
-from lade.hf.generate import generate, stream
 from lade.model.facts import CACHE
-from lade.model.supports import supports
-from lade.stats import Stats, Step
 
 
 class Interrupt(StoppingCriteria):

@@ -21,11 +21,12 @@ from urllib.request import Request, urlopen
 
 import typer
 
+import lade
+from lade import ConfigError, MissingExtraError, UnsupportedModelError
 from lade.cli.options import AT_LEAST_ONE, Checked, Takes, options_in
 from lade.cli.options import decoding as options
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError, MissingExtraError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from lade.cli.loading import LoadedModel
@@ -321,7 +322,6 @@ def load_served(
     Raises:
         ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded or served.
     """
-    from lade import LookaheadConfig, Memory, supports
     from lade.backends.processes.team import dismiss
     from lade.cli.encoder import encode
     from lade.cli.loading import SAMPLING_FIELDS, prepare_split_model, with_memory
@@ -330,15 +330,15 @@ def load_served(
     loaded = _loaded(loading, speed, term, processes)
     if processes > 1:
         prepare_split_model(loaded.model)
-    support = supports(loaded.model)
+    support = lade.supports(loaded.model)
     if not support:
         raise UnsupportedModelError(str(support), "lade generate decodes it plainly, a prompt at a time")
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     takes_images = getattr(loaded.model.config, "vision_config", None) is not None
     lookahead = with_memory(loaded, speed.lookahead(new_memory=True), speed.memory)
-    memory, save = lookahead.memory if isinstance(lookahead, LookaheadConfig) else None, None
-    if isinstance(memory, Memory) and speed.memory is not None:
+    memory, save = lookahead.memory if isinstance(lookahead, lade.LookaheadConfig) else None, None
+    if isinstance(memory, lade.Memory) and speed.memory is not None:
         save = partial(memory.save, speed.memory, loaded.tokenizer)
     return ServedModel(
         model=loaded.model,

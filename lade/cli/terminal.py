@@ -16,14 +16,12 @@ from typing import Any
 import typer
 from rich import progress
 from rich.console import Console
-from rich.progress import Progress as status_Progress
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from lade import ConfigError, FallbackWarning, LadeError, PrecisionWarning
 from lade.cli.options import Output
-from lade.errors import ConfigError, FallbackWarning, LadeError, PrecisionWarning
 
 DELAY_S = 0.3
 """Work that is done sooner shows no status line, which would only flicker."""
@@ -44,7 +42,7 @@ class Status:
     def __init__(self, console: Console, *, shown: bool) -> None:
         self._console, self._shown, self._lock = console, shown, RLock()
         self._text, self._held = "", 0
-        self._progress: status_Progress | None = None
+        self._progress: progress.Progress | None = None
         self._timer: Timer | None = None
 
     def show(self, text: str) -> None:
@@ -54,9 +52,15 @@ class Status:
                 return
             self._text = text
             if self._progress is None:
-                columns = (SpinnerColumn(), TextColumn("{task.description}", style="dim"), TimeElapsedColumn())
-                options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
-                self._progress = status_Progress(*columns, console=self._console, transient=True, **options)
+                self._progress = progress.Progress(
+                    progress.SpinnerColumn(),
+                    progress.TextColumn("{task.description}", style="dim"),
+                    progress.TimeElapsedColumn(),
+                    console=self._console,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
                 self._progress.add_task(text, total=None)
                 self._timer = Timer(DELAY_S, self._begin, [self._progress])
                 self._timer.daemon = True
@@ -78,10 +82,10 @@ class Status:
         self.hide()
         self._held += 1 if held else -1
 
-    def _begin(self, progress: status_Progress) -> None:
+    def _begin(self, line: progress.Progress) -> None:
         with self._lock:
-            if self._progress is progress:
-                progress.start()
+            if self._progress is line:
+                line.start()
 
 
 class StatusLog:

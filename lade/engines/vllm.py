@@ -126,20 +126,16 @@ class Proposer:
         names, scheduled = self._runner.input_batch.req_ids, self._scheduled
         fed = [1 + len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         rows = self._rows(fed)
-        drafting, budgets, drafts = list[int](), list[int](), [list[int]() for _ in sampled_token_ids]
-        emitted = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        emitted, budgets = [row for row, tokens in enumerate(sampled_token_ids) if tokens], list[int]()
         for row in emitted:
-            before = token_ids_cpu[row, : int(num_tokens_no_spec[row]) - len(sampled_token_ids[row])]
-            if self._begin(names[row], before):
+            length, new = int(num_tokens_no_spec[row]), len(sampled_token_ids[row])
+            budgets.append(max(0, min(self._most, self._longest - length - 1)))
+            if self._begin(names[row], token_ids_cpu[row, : length - new]):
                 rows[row] = None if rows[row] is None else rows[row][:1]
-        tokens = [sampled_token_ids[row] for row in emitted]
-        self.drafter.learn_batch([names[row] for row in emitted], tokens, [rows[row] for row in emitted])
-        for row in emitted:
-            length = int(num_tokens_no_spec[row])
-            if (most := min(self._most, self._longest - length - 1)) > 0:
-                drafting.append(row)
-                budgets.append(most)
-        for row, draft in zip(drafting, self.drafter.propose([names[row] for row in drafting], budgets), strict=True):
+        requests, tokens = [names[row] for row in emitted], [sampled_token_ids[row] for row in emitted]
+        self.drafter.learn_batch(requests, tokens, [rows[row] for row in emitted])
+        drafts = [list[int]() for _ in sampled_token_ids]
+        for row, draft in zip(emitted, self.drafter.propose(requests, budgets), strict=True):
             drafts[row] = draft.ids
         if sum(fed) == scheduled.total_num_scheduled_tokens:
             self._last = sum(fed), sum(map(len, sampled_token_ids))

@@ -124,9 +124,5 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name."""
-    positional = inspect.signature(type(model).generate).bind(model, *args).arguments
-    named = dict(list(positional.items())[1:])  # without self
-    twice = sorted(named.keys() & kwargs.keys())
-    if twice:
-        raise TypeError(f"generate() got multiple values for argument {twice[0]!r}")
-    return {**named, **kwargs}
+    _, *named = inspect.signature(type(model).generate).bind(model, *args, **kwargs).arguments.items()
+    return {**{name: value for name, value in named if name != "kwargs"}, **kwargs}

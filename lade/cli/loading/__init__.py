@@ -14,11 +14,11 @@ import torch
 from torch import distributed as dist
 from transformers import GenerationConfig
 
+from lade import ConfigError, InputError, Memory, UnsupportedModelError, load_gguf
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.processes.leader import connect
 from lade.backends.processes.team import dismiss, team_of
@@ -35,9 +35,7 @@ from lade.cli.loading.from_pretrained import (
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.hf.distributed import follow_until_dismissed
-from lade.memory import Memory
 from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.prepared import placeholder_ids
 from lade.model.supports import supports, unwrap

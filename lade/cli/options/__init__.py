@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from lade.errors import ConfigError
+from lade import ConfigError
 
 T = TypeVar("T")
 Takes = tuple[Callable[[Any], bool], str]

@@ -8,18 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+import lade
+from lade import ConfigError, InputError
 from lade.cli.options import Checked, Output, Takes, grouped, options_in
 from lade.cli.options.model import Loading, ModelChoice, NamedModel, Template
 from lade.cli.prompts import check_text, read_text
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from lade.grammar import Grammar
 
 __all__ = ["Loading", "ModelChoice", "NamedModel", "Output", "Template", "grouped"]
 """Re-exported: commands take all shared options from here."""
@@ -223,25 +221,23 @@ class StructuredOutput:
     )
     grammar: Path | None = _grammar_option(None, "FILE", "Answer with text of the Lark grammar in this file.")
 
-    def read(self) -> Grammar | None:
+    def read(self) -> lade.Grammar | None:
         """Return the grammar; None without these options."""
         if not self._given:
             return None
         if len(self._given) > 1:
             (first, _), (name, value), *_ = self._given
             raise ConfigError(name, value, f"contradicts --{first}")
-        from lade.grammar import Grammar
-
         if self.json_schema is not None:
             schema = read_text(self.json_schema, "JSON schema")
             with self._named():
-                return Grammar.json_schema(schema)
+                return lade.Grammar.json_schema(schema)
         if self.grammar is not None:
-            return Grammar.lark(read_text(self.grammar, "grammar"))
+            return lade.Grammar.lark(read_text(self.grammar, "grammar"))
         check_text(self.regex or "", "the pattern of --regex")
-        return Grammar.regex(self.regex or "")
+        return lade.Grammar.regex(self.regex or "")
 
-    def check(self, grammar: Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
+    def check(self, grammar: lade.Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
         """Compile the result of `read` for a tokenizer, which finds most errors of grammars."""
         if grammar is not None:
             with self._named():

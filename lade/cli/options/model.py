@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lade import ConfigError
 from lade.cli.options import Checked, options_in
 from lade.cli.prompts import check_text
-from lade.errors import ConfigError
 
 EMBEDDED = "embedded"
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
