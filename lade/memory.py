@@ -72,47 +72,37 @@ def _agreed_fingerprint(path: str | os.PathLike[str], relation: str, known: str 
 
 def check(path: str | os.PathLike[str]) -> None:
     """Raise `InputError` if `Memory.save` would fail, as far as that can be known beforehand."""
-    with _writing(path) as target:  # the permissions of its folder alone do not always tell
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
-        os.close(handle)
-        Path(name).unlink()
+    with _writing(path) as target, tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}."):
+        pass  # the permissions of its folder alone do not always tell
 
 
 @contextmanager
 def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Translate errors of writing to a memory file into `InputError`, with a remedy."""
-    _check_name(path, "written")
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
             raise InputError(f"{_named(path)} cannot be written: it is not a regular file; give the name of a file")
         yield target
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise InputError(
-            f"{_named(path)} cannot be written: {reason}; check folder, permissions and free space"
-        ) from problem
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, InputError):
+            raise
+        raise _failed(path, "written", problem, "check folder, permissions and free space") from problem
 
 
-def _check_name(path: str | os.PathLike[str], what: str) -> None:
-    try:
-        name = os.fsencode(path)
-    except UnicodeEncodeError:
-        raise InputError(f"{_named(path)} cannot be {what}: its name has a lone surrogate; give another one") from None
-    if b"\0" in name:
-        raise InputError(f"{_named(path)} cannot be {what}: its name has a NUL; give another one")
+def _failed(path: str | os.PathLike[str], what: str, problem: Exception, remedy: str) -> InputError:
+    """Return the error of a file that cannot be opened; a `ValueError` is of a name with a NUL or a lone surrogate."""
+    if isinstance(problem, ValueError):
+        return InputError(f"{_named(path)} cannot be {what}: its name is not valid ({problem}); give another one")
+    return InputError(f"{_named(path)} cannot be {what}: {getattr(problem, 'strerror', None) or problem}; {remedy}")
 
 
 def _read(path: str | os.PathLike[str], tokenizer: Any) -> tuple[Snapshot, str | None]:
     """Read a memory file and validate all of it; return contents and the fingerprint of their tokenizer, if known."""
-    _check_name(path, "read")
     try:
         whole = Path(path).read_bytes()
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise InputError(
-            f"{_named(path)} cannot be read: {reason}; check path and permissions, or {REMEDY}"
-        ) from problem
+    except (OSError, ValueError) as problem:
+        raise _failed(path, "read", problem, f"check path and permissions, or {REMEDY}") from problem
     try:
         metadata = _checked_metadata(whole)
         snapshot = _snapshot(metadata, container.load(whole))
@@ -154,13 +144,6 @@ def _metadata(max_bytes: int, fingerprint: str | None) -> dict[str, str]:
         "sha256": _UNKNOWN.decode(),
     }
     return facts if fingerprint is None else {**facts, "tokenizer": fingerprint}
-
-
-def _sealed(whole: bytes) -> bytes:
-    """Return the file with its checksum filled in."""
-    place = _CHECKSUM.search(whole)
-    assert place is not None, "the metadata has it"
-    return b"".join([whole[: place.start(1)], _checksum(whole, place), whole[place.end(1) :]])
 
 
 def _checked_metadata(whole: bytes) -> dict[str, str]:
@@ -278,7 +261,10 @@ class Memory(ContextMemory):
         fingerprint = _agreed_fingerprint(path, "is to hold a memory of", self.fingerprint, tokenizer)
         snapshot = self.snapshot()
         tensors: Arrays = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
-        whole = _sealed(container.save(dict(tensors), _metadata(snapshot.max_bytes, fingerprint)))
+        whole = container.save(dict(tensors), _metadata(snapshot.max_bytes, fingerprint))
+        place = _CHECKSUM.search(whole)
+        assert place is not None, "the metadata has it"
+        whole = b"".join([whole[: place.start(1)], _checksum(whole, place), whole[place.end(1) :]])
         with _writing(path) as target:
             write_whole(target, whole, durable=True)
         self.fingerprint = fingerprint

@@ -80,7 +80,11 @@ class Conversation:
     def set_system(self, system: str | None) -> None:
         """Set or remove the system prompt, from the next turn on; raises `InputError` where that has no effect."""
         if system is not None:
-            self._check_system(system)
+            if not self.templated:
+                raise InputError("a system prompt needs a chat template: send it as a turn")
+            probe = [{"role": "user", "content": "?"}]
+            if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
+                raise InputError("the model's chat template ignores system prompts: send it as a turn")
         self.system = system
 
     def attach_image(self, path: Path) -> None:
@@ -124,7 +128,11 @@ class Conversation:
         if shown:
             images[len(messages)] = shown
         if images:
-            prompt = self._with_images([*messages, message], images)
+            shown_turns: list[Mapping[str, Any]] = [
+                {**turn, "content": content(turn["content"], images[number])} if number in images else turn
+                for number, turn in enumerate([*messages, message])
+            ]
+            prompt = encode(self._loaded, [*self._system(), *shown_turns], self._arguments)
         elif self.templated:
             prompt = ImagePrompt(self._templated([*self._system(), *messages, message]), {})
         else:
@@ -141,24 +149,8 @@ class Conversation:
         self._crop(prompt.ids)
         return Turn(text, prompt.ids, messages, ids, images, prompt.media)
 
-    def _with_images(self, turns: Messages, images: Mapping[int, list[Any]]) -> ImagePrompt:
-        """Return the prompt of turns with images, which are given by message number."""
-        shown: list[Mapping[str, Any]] = [
-            {**turn, "content": content(turn["content"], images[number])} if number in images else turn
-            for number, turn in enumerate(turns)
-        ]
-        return encode(self._loaded, [*self._system(), *shown], self._arguments)
-
     def _system(self) -> Messages:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-    def _check_system(self, system: str) -> None:
-        """Raise `InputError` if the chat template ignores this system prompt."""
-        if not self.templated:
-            raise InputError("a system prompt needs a chat template: send it as a turn")
-        probe = [{"role": "user", "content": "?"}]
-        if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
-            raise InputError("the model's chat template ignores system prompts: send it as a turn")
 
     def _templated(self, messages: Messages) -> list[int]:
         try:

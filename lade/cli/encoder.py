@@ -50,28 +50,21 @@ def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments
     Raises:
         InputError: there is no processor or chat template, or it refuses or ignores the images.
     """
-    shown = [{**each, "content": _as_parts(each["content"])} for each in messages]
-    given = {"add_generation_prompt": True, **arguments}
-    made = _processed(loaded, shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
+    shown = []
+    for each in messages:  # templates of such models expect a list of parts
+        text = each["content"]
+        shown.append({**each, "content": [{"type": "text", "text": text}] if isinstance(text, str) else text})
+    given, processor = {"add_generation_prompt": True, **arguments}, loaded.processor()
+    try:
+        made = processor.apply_chat_template(shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
+    except Exception as problem:
+        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
     media = {name: value for name, value in made.items() if name not in _TOKEN_ARGUMENTS}
     if not holds_media(media):
         raise InputError(f"the chat template of {loaded.name!r} ignores images")
     ids: list[int] = made["input_ids"][0].tolist()
     loaded.check(ids)
     return ImagePrompt(ids, {name: _on_device(value, loaded.model) for name, value in media.items()})
-
-
-def _processed(loaded: LoadedModel, shown: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
-    processor = loaded.processor()
-    try:
-        return processor.apply_chat_template(shown, **arguments)
-    except Exception as problem:
-        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
-
-
-def _as_parts(text_or_parts: Any) -> Any:
-    """Return message content as a list of parts, which templates of such models expect."""
-    return [{"type": "text", "text": text_or_parts}] if isinstance(text_or_parts, str) else text_or_parts
 
 
 def _on_device(value: Any, model: Any) -> Any:

@@ -94,7 +94,7 @@ class Generation:
             "tokens_per_s": self.tokens_per_s,
             "predicted_tokens": self.predicted,
             **loaded.facts,
-            "config": config_dict(self.config),
+            "config": None if self.config is None else _settings(self.config),
             **self.choices.as_dict(),
             "interrupted": self.interrupted,
             "finish_reason": self.finish_reason,
@@ -113,14 +113,10 @@ class Generation:
         )
 
 
-def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
-    """Return the fields as a dictionary, a memory as a bool; None for plain decoding."""
-    if config is None:
-        return None
-    values = {
-        field.name: getattr(config, field.name) for field in fields(config) if field.name not in ("sources", "only")
-    }
-    return {**values, "memory": config.memory is not None}
+def _settings(config: LookaheadConfig) -> dict[str, Any]:
+    """Return the fields that the shell sets, a memory as a bool."""
+    names = [each.name for each in fields(config) if each.name not in ("sources", "only")]
+    return {**{name: getattr(config, name) for name in names}, "memory": config.memory is not None}
 
 
 def _how(config: LookaheadConfig | None) -> str:

@@ -220,17 +220,6 @@ def _unneeded(model: Any) -> str:
     return make_invariant.refusal(model)
 
 
-def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> str | None:
-    """Prepack linear layers: if `wanted` or for panels, else if it pays; return why not."""
-    term.show_status("packing the weights")
-    if not (wanted or panels):
-        return pack_if_it_pays(model)
-    if panels and not packing.packable(model):
-        return "its layers are small"
-    packing.pack(model, panels=panels)
-    return None
-
-
 def _set_up(
     model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool | None
 ) -> dict[str, str]:
@@ -252,8 +241,15 @@ def _set_up(
     rounds, on_cpu = packing.rounds_visibly(model), model.device.type == "cpu"
     wanted = is_made_invariant(model, invariant)
     packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
-    if pack or packs_in_panels or (pack is None and not rounds and on_cpu):
-        undone["packed"] = _pack(model, term, wanted=bool(pack), panels=packs_in_panels) or ""
+    if packs_in_panels and not packing.packable(model):
+        undone["packed"] = "its layers are small"
+    elif pack or packs_in_panels:
+        term.show_status("packing the weights")
+        packing.pack(model, panels=packs_in_panels)
+        undone["packed"] = ""
+    elif pack is None and on_cpu and not rounds:
+        term.show_status("packing the weights")
+        undone["packed"] = pack_if_it_pays(model) or ""
     elif pack is None:
         undone["packed"] = "it would change the last bits: --pack" if on_cpu else "packing is for the CPU"
     if not wanted:

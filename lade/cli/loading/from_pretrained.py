@@ -25,20 +25,20 @@ from transformers import (
     QuantoConfig,
     TorchAoConfig,
 )
-from transformers.utils import logging as _logging
+from transformers.utils import logging as untyped_logging
 
 from lade import ConfigError, InputError
 from lade.backends.cpu.packing.gguf_file import gguf_file
 from lade.cli.options.model import EMBEDDED, Loading, folder_of
 from lade.cli.terminal import Terminal, one_line
 
+logging: Any = untyped_logging
 _SILENT = 50  # logging.CRITICAL
 
 
 @contextmanager
 def downloading(term: Terminal) -> Iterator[None]:
     """Show the hub's download bars and transformers' loading bars, and suspend the status line."""
-    logging: Any = _logging  # untyped
     term.suspend_status(True)
     logging.enable_progress_bar()
     try:
@@ -51,7 +51,6 @@ def downloading(term: Terminal) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Switch off transformers' progress bars and advice, and restore them afterwards."""
-    logging: Any = _logging  # untyped
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
     logging.disable_progress_bar()
