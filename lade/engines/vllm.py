@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from lade.engines.drafter import EngineDrafter
     from lade.memory import Memory
 
-VERSIONS = ("0.32",)
-"""Versions of vLLM that this was tried with; its proposer interface is experimental."""
+VERSION = "0.32"
+"""The version of vLLM that this was tried with; its proposer interface is experimental."""
 _COMPARED = 8  # tokens at a text's end by which it is known to be the one that was seen before
 _HOOKED = "_lade_is_told"
 
@@ -170,11 +170,10 @@ def _check_version() -> None:
     import vllm
 
     found = str(vllm.__version__)
-    if not any(found == version or found.startswith(f"{version}.") for version in VERSIONS):
-        tried = ", ".join(f"{version}.*" for version in VERSIONS)
+    if not f"{found}.".startswith(f"{VERSION}."):
         raise UnsupportedError(
-            f"vLLM {found} is not one of the versions that lade.engines.vllm was tried with ({tried})",
-            "install one of them: pip install 'vllm==0.32.*'",
+            f"vLLM {found} is not of the version that lade.engines.vllm was tried with ({VERSION}.*)",
+            f"install that: pip install 'vllm=={VERSION}.*'",
         )
 
 

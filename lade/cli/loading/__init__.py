@@ -309,12 +309,10 @@ def _target(loading: Loading, processes: int) -> torch.device | None:
     """Return the device to load to; None where layers go to several."""
     if loading.device_map is not None or processes > 1:
         return None
-    return _device("cpu" if loading.weights is not None and loading.device == "auto" else loading.device)
-
-
-def _device(name: str) -> torch.device:
+    name = loading.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = name if loading.weights is None else "cpu"
     try:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()

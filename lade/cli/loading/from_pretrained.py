@@ -175,11 +175,8 @@ class Scheme:
 
     @property
     def installed(self) -> bool:
-        """True if the library is installed."""
-        try:
-            return find_spec(self.module) is not None
-        except ModuleNotFoundError:  # the parent package
-            return False
+        """True if the library is installed, as far as can be told without importing it."""
+        return find_spec(self.module.partition(".")[0]) is not None
 
 
 def _torchao(name: str) -> Any:
