@@ -29,17 +29,11 @@ import torch
 
 @dataclass(slots=True)
 class Duration:
-    """Time spent on a piece of work; as the reading of a clock, since a moment that means nothing.
-
-    Attributes:
-        wall_s: wall-clock seconds.
-        running_s: seconds in which the thread ran on a core.
-        sleeps: number of voluntary context switches, that is, how often the thread slept.
-    """
+    """Time spent on a piece of work; as the reading of a clock, since a moment that means nothing."""
 
     wall_s: float
-    running_s: float
-    sleeps: int = 0
+    running_s: float  # in which the thread ran on a core
+    sleeps: int = 0  # voluntary context switches: how often the thread slept
 
     @property
     def undisturbed_s(self) -> float:
@@ -108,8 +102,7 @@ _NOTHING = Duration(0.0, 0.0)
 class Stopwatch:
     """Measures work between `start` and `stop` on the device that does it.
 
-    Args:
-        clock: for work on anything but a CUDA device. CUDA devices are timed by events, undisturbed by other programs.
+    CUDA devices are timed by events, undisturbed by other programs, and all else by the clock.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -49,11 +49,7 @@ _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """Return the SHA-256 of a tokenizer's vocabulary, in hexadecimal: equal if the same ids mean the same tokens.
-
-    Args:
-        tokenizer: any object with `get_vocab()`, a mapping from token to id.
-    """
+    """Return the SHA-256 of a tokenizer's `get_vocab()`, in hexadecimal: equal if the same ids mean the same tokens."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 

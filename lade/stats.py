@@ -61,17 +61,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Circumstances of a generation that `Stats.explain` mentions.
+    """Circumstances of a generation that `Stats.explain` mentions."""
 
-    Attributes:
-        pass_s: seconds of a forward pass by tokens fed, for 1 and 8 tokens; empty if they were not measured.
-        keeps_memory: whether a `lade.Memory` outlasts the generation.
-        contention: note on too many threads for this machine; empty if there are not.
-    """
-
-    pass_s: dict[int, float] = field(default_factory=dict)
-    keeps_memory: bool = False
-    contention: str = ""
+    pass_s: dict[int, float] = field(default_factory=dict)  # by tokens fed, 1 and 8; empty if it was not measured
+    keeps_memory: bool = False  # a `lade.Memory` outlasts the generation
+    contention: str = ""  # note on too many threads for this machine; empty if there are not
 
 
 @dataclass

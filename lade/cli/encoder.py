@@ -75,10 +75,7 @@ def _on_device(value: Any, model: Any) -> Any:
 
 
 class Encoder:
-    """Encodes prompts as token ids.
-
-    Attributes:
-        templated: texts are formatted with a chat template.
+    """Encodes prompts as token ids, `templated` if they are formatted with a chat template.
 
     Raises:
         ConfigError: an option needs a chat template, and the model has none.

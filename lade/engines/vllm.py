@@ -46,9 +46,6 @@ class Proposer:
     - `memory`: a file. It is loaded if it is there, and saved when the engine exits.
     - `price`: see `lade.EngineDrafter`; without it, what the engine's passes cost decides.
 
-    Args:
-        vllm_config: configuration of the engine.
-
     Raises:
         UnsupportedError: this was not tried with that version of vLLM.
         ConfigError: a setting is not known, or out of range.
