@@ -13,8 +13,7 @@ import torch
 from rich.text import Text
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from lade import ConfigError, Grammar, Stats, Step, generate, stream, supports
-from lade.cli.encoder import Encoder
+from lade import ConfigError, Stats, Step, generate, stream, supports
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
@@ -260,18 +259,6 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
     run.stats.new_tokens = len(run.token_ids)  # of the best beam; it may have ended before the search did
     for index, token in enumerate(run.token_ids):
         on_step(Step(index, [token], ["bonus"], 1, 0.0))
-
-
-@dataclass(frozen=True)
-class GenerationPlan:
-    """Settings shared by all prompts of a command."""
-
-    loaded: LoadedModel
-    encode: Encoder
-    lookahead: Lookahead
-    choices: Choices
-    max_new_tokens: int
-    grammar: Grammar | None = None
 
 
 RUNS = ("bold green", "bold cyan")
