@@ -261,19 +261,20 @@ def serve(
         from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
+        url = url_of(listening.host, socket)
         if settings.host not in _LOOPBACK and not settings.keys.all:
             term.say(f"warning: anyone who can reach {settings.host} can send requests: give --api-key-file", "yellow")
-        announce = partial(_announce, settings, url_of(listening.host, socket), term, json=json)
+        announce = partial(_announce, settings, url, term, json=json)
         log = _log(listening, term)
         with nullcontext() if log is None else log.listening():
-            term.show_status(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
+            term.show_status(f"listening on {url}, to be ready when the model is loaded")
             term.show_status("importing torch and transformers")
             from lade.server.listen import run
             from lade.server.service import Service
 
             service = Service(settings, partial(load_served, loading, speed, own, term, processes), announce, log)
             if dumped is not None:
-                replay(dumped, service, url_of(listening.host, socket), term.write)
+                replay(dumped, service, url, term.write)
             code = run(service, socket)
     if code:
         raise typer.Exit(code)

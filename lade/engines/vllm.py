@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from lade.engines.drafter import EngineDrafter
-    from lade.memory import Memory
 
 VERSION = "0.32"
 """The version of vLLM that this was tried with; its proposer interface is experimental."""
@@ -55,6 +54,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         _check_version()
         from lade.engines.drafter import EngineDrafter
+        from lade.memory import Memory
 
         settings = _settings(vllm_config.additional_config)
         model = vllm_config.model_config
@@ -62,11 +62,12 @@ class Proposer:
         eos = getattr(model.hf_config, "eos_token_id", None)
         excluded = [] if eos is None else [eos] if isinstance(eos, int) else eos
         path = settings.get("memory")
+        memory = Memory.load(path) if path is not None and os.path.exists(path) else Memory()
         self.drafter: EngineDrafter = EngineDrafter(
-            model.get_vocab_size(), excluded, memory=_loaded(path), price=settings.get("price")
+            model.get_vocab_size(), excluded, memory=memory, price=settings.get("price")
         )
         if path is not None:
-            weakref.finalize(self, self.drafter.memory.save, path)
+            weakref.finalize(self, memory.save, path)
         self._runner: Any = None
         self._scheduled: Any = None
         self._packed: Any = None
@@ -185,13 +186,6 @@ def _settings(additional: Any) -> Mapping[str, Any]:
     if not isinstance(settings.get("memory", ""), str):
         raise ConfigError("additional_config['lade']['memory']", settings["memory"], "give the path of a file")
     return settings
-
-
-def _loaded(path: str | None) -> Memory:
-    """Return the memory in a file, or an empty one if there is no such file."""
-    from lade.memory import Memory
-
-    return Memory() if path is None or not os.path.exists(path) else Memory.load(path)
 
 
 def _hook_runner() -> None:
