@@ -94,15 +94,14 @@ class Encoder:
             if prompt.messages is not None:
                 why = "--raw was given" if self._template.raw else f"{self._loaded.name!r} has no chat template"
                 raise InputError(f'messages need a chat template, and {why}: give a text under "prompt"')
-            return self._loaded.encode(prompt.text)
-        messages = self._with_system(prompt.messages or [{"role": "user", "content": prompt.text}])
-        try:
-            ids = self.apply_template(messages)
-        except Exception as problem:
-            reason = one_line(problem, 240)
-            raise InputError(
-                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): change it, or add --raw"
-            ) from problem
+            ids: list[int] = self._loaded.tokenizer(prompt.text)["input_ids"]
+        else:
+            messages = self._with_system(prompt.messages or [{"role": "user", "content": prompt.text}])
+            try:
+                ids = self.apply_template(messages)
+            except Exception as problem:
+                why = f"the chat template of {self._loaded.name!r} refuses the prompt ({one_line(problem, 240)})"
+                raise InputError(f"{why}: change it, or add --raw") from problem
         self._loaded.check(ids)
         return ids
 

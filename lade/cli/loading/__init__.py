@@ -111,12 +111,6 @@ class LoadedModel:
             return max_new_tokens
         return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is never fed
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, special tokens included; see `check`."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        self.check(ids)
-        return ids
-
     def check(self, ids: list[int]) -> None:
         """Raise `InputError` for ids that the model cannot continue."""
         if not ids:
