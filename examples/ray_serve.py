@@ -20,7 +20,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 from lade.cli.options import Output
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
-from lade.cli.serve_model import load
+from lade.cli.serve import load_served
 from lade.cli.terminal import Terminal
 from lade.server.app import build_app
 from lade.server.service import Service
@@ -36,7 +36,9 @@ class Replica:
     def __init__(self, settings: Settings, model: str) -> None:
         name = serve.get_replica_context().replica_id.unique_id  # a label of its metrics
         made = replace(settings, replica=name)
-        self._service = Service(made, lambda: load(Loading(model=model), Speed(), None, Terminal(Output(quiet=True))))
+        self._service = Service(
+            made, lambda: load_served(Loading(model=model), Speed(), None, Terminal(Output(quiet=True)))
+        )
         self._service.start()
         while self._service.phase == "loading" and self._service.problem is None:
             time.sleep(0.1)

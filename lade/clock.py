@@ -22,24 +22,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 
 @dataclass(slots=True)
 class Duration:
-    """Time spent on a piece of work.
-
-    Attributes:
-        wall_s: wall-clock seconds.
-        running_s: seconds in which the thread ran on a core.
-        sleeps: number of voluntary context switches, that is, how often the thread slept.
-    """
+    """Time spent on a piece of work; as the reading of a clock, since a moment that means nothing."""
 
     wall_s: float
-    running_s: float
-    sleeps: int = 0
+    running_s: float  # in which the thread ran on a core
+    sleeps: int = 0  # voluntary context switches: how often the thread slept
 
     @property
     def undisturbed_s(self) -> float:
@@ -55,32 +49,24 @@ class Duration:
         return Duration(self.wall_s - part.wall_s, self.running_s - part.running_s, self.sleeps - part.sleeps)
 
 
-class Moment(NamedTuple):
-    """Readings of a clock at the start of a measurement; only differences between two readings mean anything."""
-
-    wall_s: float
-    running_s: float
-    sleeps: int
-
-
 class Clock(Protocol):
     """Measures the time that one thread spends."""
 
-    def start(self) -> Moment:
-        """Return the current readings."""
+    def start(self) -> Duration:
+        """Return the current reading."""
 
-    def since(self, start: Moment) -> Duration:
-        """Return the time spent since `start`."""
+    def since(self, start: Duration) -> Duration:
+        """Return the time spent since the reading `start`."""
 
 
 class WallClock:
     """Wall time, for work that a device does while this thread waits. See `Clock`."""
 
-    def start(self) -> Moment:
+    def start(self) -> Duration:
         """See `Clock`."""
-        return Moment(perf_counter(), 0.0, 0)
+        return Duration(perf_counter(), 0.0)
 
-    def since(self, start: Moment) -> Duration:
+    def since(self, start: Duration) -> Duration:
         """See `Clock`."""
         seconds = perf_counter() - start.wall_s
         return Duration(seconds, seconds)
@@ -96,11 +82,11 @@ if sys.platform == "linux":  # elsewhere it is not known whether a thread slept
         at the start and last at the end: such a preemption then falls inside a measurement, never between two.
         """
 
-        def start(self) -> Moment:
+        def start(self) -> Duration:
             """See `Clock`."""
-            return Moment(perf_counter(), thread_time(), getrusage(RUSAGE_THREAD).ru_nvcsw)
+            return Duration(perf_counter(), thread_time(), getrusage(RUSAGE_THREAD).ru_nvcsw)
 
-        def since(self, start: Moment) -> Duration:
+        def since(self, start: Duration) -> Duration:
             """See `Clock`."""
             sleeps = getrusage(RUSAGE_THREAD).ru_nvcsw - start.sleeps
             running_s = thread_time() - start.running_s
@@ -116,8 +102,7 @@ _NOTHING = Duration(0.0, 0.0)
 class Stopwatch:
     """Measures work between `start` and `stop` on the device that does it.
 
-    Args:
-        clock: for work on anything but a CUDA device. CUDA devices are timed by events, undisturbed by other programs.
+    CUDA devices are timed by events, undisturbed by other programs, and all else by the clock.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -28,21 +28,13 @@ class BaseMemory:
 
 @dataclass(frozen=True)
 class Method:
-    """The method of a `LookaheadConfig`: what it needs, and what it decides.
+    """The method of a `LookaheadConfig`: what it needs, and what it decides."""
 
-    Attributes:
-        name: "adaptive", "lookahead" for the paper's method, or "sources" if these draft alone.
-        sizes_trees: whether the cost of passes decides on the sizes of trees.
-        wants_mtp: whether MTP layers are used where they can be: if asked for, or if the cost of their passes decides.
-        lacks_memory: whether it drafts from a memory, and none is given.
-        copies_text: whether continuations of the row's own text are verified beside its drafts.
-    """
-
-    name: Literal["adaptive", "lookahead", "sources"]
-    sizes_trees: bool = False
-    wants_mtp: bool = False
-    lacks_memory: bool = False
-    copies_text: bool = False
+    name: Literal["adaptive", "lookahead", "sources"]  # the second is the paper's; the third drafts by sources alone
+    sizes_trees: bool = False  # the cost of passes decides on the sizes of trees
+    wants_mtp: bool = False  # MTP layers are used where they can be: if asked for, or if their cost decides
+    lacks_memory: bool = False  # it drafts from a memory, and none is given
+    copies_text: bool = False  # continuations of the row's own text are verified beside its drafts
 
 
 @dataclass(frozen=True)
@@ -192,10 +184,7 @@ def _drafters(sources: object) -> tuple[Drafter, ...]:
 
 
 def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
-    """Interpret `lookahead=`.
-
-    Returns:
-        The config (None for plain decoding), and whether to fall back to plain decoding where it is not supported.
+    """Return the config of `lookahead=`, and whether to decode plainly where it is not supported; None is always plain.
 
     Raises:
         ConfigError: it is neither a `LookaheadConfig` nor "auto" nor None.

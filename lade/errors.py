@@ -38,18 +38,11 @@ class ConfigError(LadeError, ValueError):
 
 
 def whole_number(field: str, value: Any, least: int, most: int | None = None, *, of: str = "", note: str = "") -> int:
-    """Return the value of a setting that has to be a whole number.
-
-    Args:
-        field: name of the setting, for the message.
-        value: the value that was given; True and False are no numbers.
-        least: the smallest number that is valid.
-        most: the largest number that is valid; None for no limit.
-        of: what is counted, such as " of bytes", for the message.
-        note: end of the message.
+    """Return the value of a setting that has to be a whole number within limits, which True and False are not.
 
     Raises:
-        ConfigError: the value is anything else.
+        ConfigError: the value is anything else; the message says what is counted, such as " of bytes", and ends with
+            the note.
     """
     if isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most):
         return value

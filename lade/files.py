@@ -25,15 +25,8 @@ MAX_AGE_S = 30 * 24 * 3600.0
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: bool = False) -> None:
     """Replace a file atomically: readers find the old content or the new, never a part, even after a crash.
 
-    A replaced file keeps its permissions; a new one is readable by its owner alone. Symbolic links are followed.
-
-    Args:
-        path: the file to write; its folder must exist.
-        content: bytes, or text to encode as UTF-8.
-        durable: wait until the data is on disk, to survive a power failure.
-
-    Raises:
-        OSError: the file cannot be written.
+    A replaced file keeps its permissions; a new one is readable by its owner alone. Symbolic links are followed. With
+    `durable` the data is on disk on return, to survive a power failure.
     """
     target = Path(os.path.realpath(path))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")

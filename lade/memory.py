@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as container
 
 from lade.decoding.drafting.memory import DEFAULT_BYTES, KINDS, LEAST_BYTES, ContextMemory, Snapshot
-from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, ORDERS, TEXT_ORDERS, TOKEN, WEIGHT_SETS, WIDTH, Ints
+from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, ORDERS, TEXT_ORDERS, TOKEN, WEIGHT_SETS, WIDTH
 from lade.errors import InputError
 from lade.files import write_whole
 from lade.version import __version__
@@ -49,67 +49,56 @@ _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """Return the SHA-256 of a tokenizer's vocabulary, in hexadecimal: equal if the same ids mean the same tokens.
-
-    Args:
-        tokenizer: any object with `get_vocab()`, a mapping from token to id.
-    """
+    """Return the SHA-256 of a tokenizer's `get_vocab()`, in hexadecimal: equal if the same ids mean the same tokens."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def _agreed_fingerprint(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> str | None:
-    """Return the fingerprint to save a memory with: that of a tokenizer, or without one that which is known."""
+def _agreed_fingerprint(path: str | os.PathLike[str], relation: str, known: str | None, tokenizer: Any) -> str | None:
+    """Return the fingerprint of a tokenizer, or without one that which is known; raise `InputError` if they differ."""
     if tokenizer is None:
         return known
     given = fingerprint_of(tokenizer)
-    if known not in (None, given):
-        raise _wrong_tokenizer(path, f"is to hold a memory of the tokenizer {_short(known)}", given)
+    if known is not None and known != given:
+        raise InputError(
+            f"{_named(path)} {relation} the tokenizer {known[:8]}, and the tokenizer given is {given[:8]}: "
+            f"give the tokenizer that the memory was filled with, or {REMEDY}"
+        )
     return given
 
 
 def check(path: str | os.PathLike[str]) -> None:
     """Raise `InputError` if `Memory.save` would fail, as far as that can be known beforehand."""
-    with _writing(path) as target:  # the permissions of its folder alone do not always tell
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
-        os.close(handle)
-        Path(name).unlink()
+    with _writing(path) as target, tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}."):
+        pass  # the permissions of its folder alone do not always tell
 
 
 @contextmanager
 def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Translate errors of writing to a memory file into `InputError`, with a remedy."""
-    _check_name(path, "written")
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
             raise InputError(f"{_named(path)} cannot be written: it is not a regular file; give the name of a file")
         yield target
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise InputError(
-            f"{_named(path)} cannot be written: {reason}; check folder, permissions and free space"
-        ) from problem
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, InputError):
+            raise
+        raise _failed(path, "written", problem, "check folder, permissions and free space") from problem
 
 
-def _check_name(path: str | os.PathLike[str], what: str) -> None:
-    try:
-        name = os.fsencode(path)
-    except UnicodeEncodeError:
-        raise InputError(f"{_named(path)} cannot be {what}: its name has a lone surrogate; give another one") from None
-    if b"\0" in name:
-        raise InputError(f"{_named(path)} cannot be {what}: its name has a NUL; give another one")
+def _failed(path: str | os.PathLike[str], what: str, problem: Exception, remedy: str) -> InputError:
+    """Return the error of a file that cannot be opened; a `ValueError` is of a name with a NUL or a lone surrogate."""
+    if isinstance(problem, ValueError):
+        return InputError(f"{_named(path)} cannot be {what}: its name is not valid ({problem}); give another one")
+    return InputError(f"{_named(path)} cannot be {what}: {getattr(problem, 'strerror', None) or problem}; {remedy}")
 
 
 def _read(path: str | os.PathLike[str], tokenizer: Any) -> tuple[Snapshot, str | None]:
     """Read a memory file and validate all of it; return contents and the fingerprint of their tokenizer, if known."""
-    _check_name(path, "read")
     try:
         whole = Path(path).read_bytes()
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise InputError(
-            f"{_named(path)} cannot be read: {reason}; check path and permissions, or {REMEDY}"
-        ) from problem
+    except (OSError, ValueError) as problem:
+        raise _failed(path, "read", problem, f"check path and permissions, or {REMEDY}") from problem
     try:
         metadata = _checked_metadata(whole)
         snapshot = _snapshot(metadata, container.load(whole))
@@ -117,7 +106,9 @@ def _read(path: str | os.PathLike[str], tokenizer: Any) -> tuple[Snapshot, str |
         reason = problem.args[0] if isinstance(problem, _InvalidFileError) else f"is damaged ({problem})"
         raise InputError(f"{_named(path)} {reason}; {REMEDY}") from problem
     known = metadata.get("tokenizer")
-    return snapshot, known if tokenizer is None else _matching_fingerprint(path, snapshot, known, tokenizer)
+    if known is None and tokenizer is not None:
+        _check_ids(path, snapshot, len(tokenizer))
+    return snapshot, _agreed_fingerprint(path, "is of", known, tokenizer)
 
 
 class _InvalidFileError(Exception):
@@ -128,35 +119,15 @@ def _named(path: str | os.PathLike[str]) -> str:
     return f"memory file {os.fspath(path)!r}"
 
 
-def _short(fingerprint: str | None) -> str:
-    return (fingerprint or "")[:8]
-
-
-def _wrong_tokenizer(path: str | os.PathLike[str], what: str, given: str) -> InputError:
-    return InputError(
-        f"{_named(path)} {what}, and the tokenizer given is {_short(given)}: "
-        f"give the tokenizer that the memory was filled with, or {REMEDY}"
-    )
-
-
-def _matching_fingerprint(path: str | os.PathLike[str], snapshot: Snapshot, known: str | None, tokenizer: Any) -> str:
-    """Return the tokenizer's fingerprint if it matches the file's; without one there, check that all ids fit."""
-    given = fingerprint_of(tokenizer)
-    if known not in (None, given):
-        raise _wrong_tokenizer(path, f"is of the tokenizer {_short(known)}", given)
-    if known is None:
-        largest = max(_largest_id(snapshot.old), _largest_id(snapshot.young))
-        if largest >= len(tokenizer):
-            raise InputError(
-                f"{_named(path)} has the id {largest}, and the tokenizer given has only {len(tokenizer)}: "
-                f"give the tokenizer that the memory was filled with, or {REMEDY}"
-            )
-    return given
-
-
-def _largest_id(slots: Ints) -> int:
-    tokens = slots[:, 2:] & TOKEN
-    return int(tokens[tokens != TOKEN].max(initial=-1))
+def _check_ids(path: str | os.PathLike[str], snapshot: Snapshot, vocabulary: int) -> None:
+    """Raise `InputError` unless all ids of a memory of an unknown tokenizer are below a size."""
+    ids = np.concatenate([snapshot.old, snapshot.young])[:, 2:] & TOKEN
+    largest = int(ids[ids != TOKEN].max(initial=-1))
+    if largest >= vocabulary:
+        raise InputError(
+            f"{_named(path)} has the id {largest}, and the tokenizer given has only {vocabulary}: "
+            f"give the tokenizer that the memory was filled with, or {REMEDY}"
+        )
 
 
 def _metadata(max_bytes: int, fingerprint: str | None) -> dict[str, str]:
@@ -169,14 +140,6 @@ def _metadata(max_bytes: int, fingerprint: str | None) -> dict[str, str]:
         "sha256": _UNKNOWN.decode(),
     }
     return facts if fingerprint is None else {**facts, "tokenizer": fingerprint}
-
-
-def _sealed(whole: bytes) -> bytes:
-    """Return the file with its checksum filled in."""
-    place = _CHECKSUM.search(whole)
-    assert place is not None, "the metadata has it"
-    digest = hashlib.sha256(whole).hexdigest().encode()
-    return b"".join([whole[: place.start(1)], digest, whole[place.end(1) :]])
 
 
 def _checked_metadata(whole: bytes) -> dict[str, str]:
@@ -291,9 +254,13 @@ class Memory(ContextMemory):
         Raises:
             InputError: the file cannot be written, or the memory belongs to another tokenizer.
         """
-        fingerprint, snapshot = _agreed_fingerprint(path, self.fingerprint, tokenizer), self.snapshot()
+        fingerprint = _agreed_fingerprint(path, "is to hold a memory of", self.fingerprint, tokenizer)
+        snapshot = self.snapshot()
         tensors: Arrays = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
-        whole = _sealed(container.save(dict(tensors), _metadata(snapshot.max_bytes, fingerprint)))
+        whole = container.save(dict(tensors), _metadata(snapshot.max_bytes, fingerprint))
+        place = _CHECKSUM.search(whole)
+        assert place is not None, "the metadata has it"
+        whole = b"".join([whole[: place.start(1)], _checksum(whole, place), whole[place.end(1) :]])
         with _writing(path) as target:
             write_whole(target, whole, durable=True)
         self.fingerprint = fingerprint

@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
+from typing import Generic, TypeVar
 
 from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.kernels.layout import WIDTH
@@ -104,13 +105,24 @@ class _SuffixText:
         return [end for ends in tries for end in reversed(ends[1:]) if end.followed]
 
 
-class _Peer(Drafter):
-    """Draws nothing but from generators of its own."""
+Text = TypeVar("Text")
+
+
+class _Peer(Drafter, Generic[Text]):
+    """Keeps something for each text; draws nothing but from generators of its own."""
 
     _draws = False
 
+    def __init__(self, budget: int) -> None:
+        self.budget = self.continuations = whole_number("budget", budget, 1, LARGEST)
+        self._texts: dict[Hashable, Text] = {}
 
-class Suffix(_Peer):
+    def end(self, request: Hashable) -> None:
+        """Forget the text."""
+        del self._texts[request]
+
+
+class Suffix(_Peer[_SuffixText]):
     """SuffixDecoding: draft what followed the ends of the text before, the likeliest first.
 
     A trie holds all parts of prompt and answer up to a length, and how often each occurs. The ends of the text are
@@ -132,10 +144,8 @@ class Suffix(_Peer):
     name = "suffix"
 
     def __init__(self, budget: int = 16, *, keep_tokens: int = 0) -> None:
-        self.budget = whole_number("budget", budget, 1, LARGEST)
+        super().__init__(budget)
         self.keep_tokens = whole_number("keep_tokens", keep_tokens, 0)
-        self.continuations = self.budget
-        self._texts: dict[Hashable, _SuffixText] = {}
         self._earlier, self._answers, self._lock = Trie(), deque[list[int]](), Lock()
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
@@ -211,7 +221,7 @@ def template(size: int) -> list[tuple[int, ...]]:
     return paths
 
 
-class TokenRecycling(_Peer):
+class TokenRecycling(_Peer[dict[int, Sequence[int]]]):
     """Token Recycling: draft what the model found likely after a token when it last saw it, accepted or not.
 
         matrix      token -> its likeliest successors, of the last row of logits at this token
@@ -235,19 +245,17 @@ class TokenRecycling(_Peer):
     def __init__(self, budget: int = 16, *, keep: bool = False) -> None:
         if not isinstance(keep, bool):
             raise ConfigError("keep", keep, "give True or False")
-        self.budget = whole_number("budget", budget, 1, LARGEST)
-        self.continuations = self.budget
+        super().__init__(budget)
         self._template = template(self.budget - 1)
         self._kept: dict[int, Sequence[int]] | None = {} if keep else None
-        self._matrices: dict[Hashable, dict[int, Sequence[int]]] = {}
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Begin with an empty matrix, or with the one that was kept."""
-        self._matrices[request] = {} if self._kept is None else self._kept
+        self._texts[request] = {} if self._kept is None else self._kept
 
     def propose(self, request: Hashable, tokens: Sequence[int], most: int) -> list[Continuation]:
         """Propose the template, as far as successors are known."""
-        matrix, nodes = self._matrices[request], list[Node]()
+        matrix, nodes = self._texts[request], list[Node]()
         numbers: dict[tuple[int, ...], int] = {(): 0}
         for path in self._template:
             parent, rank = numbers.get(path[:-1]), path[-1]
@@ -261,17 +269,13 @@ class TokenRecycling(_Peer):
 
     def observe_prompt(self, request: Hashable, tokens: Sequence[int], likely: Sequence[Sequence[int]]) -> None:
         """Enter the successors of the prompt's tokens."""
-        self._matrices[request].update(zip(tokens, likely, strict=True))
+        self._texts[request].update(zip(tokens, likely, strict=True))
 
     def observe(
         self, request: Hashable, tokens: Sequence[int], parents: Sequence[int], likely: Sequence[Sequence[int]]
     ) -> None:
         """Enter the successors of all tokens fed."""
-        self._matrices[request].update(zip(tokens, likely, strict=True))
-
-    def end(self, request: Hashable) -> None:
-        """Forget the text."""
-        del self._matrices[request]
+        self._texts[request].update(zip(tokens, likely, strict=True))
 
 
 LENGTHS = (4, 3, 2, 1)
@@ -282,7 +286,7 @@ PLACES = 64
 """Occurrences looked at per n-gram: the latest."""
 
 
-class PromptLookup(_Peer):
+class PromptLookup(_Peer[tuple[list[int], defaultdict[tuple[int, ...], list[int]]]]):
     """Prompt lookup decoding: draft what followed the last few tokens where they occurred before.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023, github.com/apoorvumang/prompt-lookup-decoding: the first place that
@@ -298,9 +302,7 @@ class PromptLookup(_Peer):
     name = "lookup"
 
     def __init__(self, budget: int = 16) -> None:
-        self.budget = whole_number("budget", budget, 1, LARGEST)
-        self.continuations = self.budget
-        self._texts: dict[Hashable, tuple[list[int], defaultdict[tuple[int, ...], list[int]]]] = {}
+        super().__init__(budget)
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Note the places of the prompt's n-grams."""
@@ -329,10 +331,6 @@ class PromptLookup(_Peer):
                     places[tuple(text[-length:])].append(len(text))
             text.append(token)
 
-    def end(self, request: Hashable) -> None:
-        """Forget the text."""
-        del self._texts[request]
-
 
 class _Chain:
     """One text: its guesses, and what was proposed of them."""
@@ -348,7 +346,7 @@ class _Chain:
         self.guesses = [*known[:size], *self.rng.choices(self.prompt, k=max(0, size - len(known)))]
 
 
-class Jacobi(_Peer):
+class Jacobi(_Peer[_Chain]):
     """Jacobi decoding: one chain of guesses, which each pass replaces by what the model chose at them.
 
         fed         r ── g1 ── g2 ── g3        the current token, K guesses
@@ -375,16 +373,16 @@ class Jacobi(_Peer):
     def __init__(self, guesses: int = 8, *, seed: int = 0) -> None:
         self.guesses = whole_number("guesses", guesses, 1, LARGEST - 1)
         self.seed = whole_number("seed", seed, 0)
-        self._chains: dict[Hashable, _Chain] = {}
+        super().__init__(budget=self.guesses + 1)
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Fill the chain with tokens of the prompt."""
-        chain = self._chains[request] = _Chain(prompt, self.seed)
+        chain = self._texts[request] = _Chain(prompt, self.seed)
         chain.fill([], self.guesses)
 
     def propose(self, request: Hashable, tokens: Sequence[int], most: int) -> list[list[int]]:
         """Propose the chain; forced tokens behind the text take the place of its first guesses."""
-        chain = self._chains[request]
+        chain = self._texts[request]
         forced = tokens[chain.length :]
         chain.guesses[: len(forced)] = forced
         chain.proposed = chain.guesses[:]
@@ -392,7 +390,7 @@ class Jacobi(_Peer):
 
     def learn(self, request: Hashable, tokens: Sequence[int]) -> None:
         """Note how far the text has come."""
-        chain = self._chains[request]
+        chain = self._texts[request]
         chain.emitted = len(tokens)
         chain.length += len(tokens)
 
@@ -400,7 +398,7 @@ class Jacobi(_Peer):
         self, request: Hashable, tokens: Sequence[int], parents: Sequence[int], likely: Sequence[Sequence[int]]
     ) -> None:
         """Take the model's choices along the chain as the new guesses; places that were not fed keep theirs."""
-        chain = self._chains[request]
+        chain = self._texts[request]
         children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
         chosen, node = [likely[0][0]], 0
         for guess in chain.proposed:
@@ -409,7 +407,3 @@ class Jacobi(_Peer):
             node = child
             chosen.append(likely[node][0])
         chain.fill([*chosen, *chain.guesses[len(chosen) :]][chain.emitted :], self.guesses)
-
-    def end(self, request: Hashable) -> None:
-        """Forget the text."""
-        del self._chains[request]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 KEPT_STEPS = 65_536
 """Number of recent steps whose sizes `Stats` lists; older ones remain in the sums and the histogram."""
@@ -61,17 +61,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Circumstances of a generation that `Stats.explain` mentions.
+    """Circumstances of a generation that `Stats.explain` mentions."""
 
-    Attributes:
-        pass_s: seconds of a forward pass by tokens fed, for 1 and 8 tokens; empty if they were not measured.
-        keeps_memory: whether a `lade.Memory` outlasts the generation.
-        contention: note on too many threads for this machine; empty if there are not.
-    """
-
-    pass_s: dict[int, float] = field(default_factory=dict)
-    keeps_memory: bool = False
-    contention: str = ""
+    pass_s: dict[int, float] = field(default_factory=dict)  # by tokens fed, 1 and 8; empty if it was not measured
+    keeps_memory: bool = False  # a `lade.Memory` outlasts the generation
+    contention: str = ""  # note on too many threads for this machine; empty if there are not
 
 
 @dataclass
@@ -235,7 +229,4 @@ class Stats:
         self.__init__()  # type: ignore[misc]
 
 
-_SUMS = (
-    "generations", "new_tokens", "steps", "resting_steps", "fed_tokens", "accepted_tokens", "draft_tokens",
-    "accepted_draft_tokens", "prefill_s", "decode_s", "forward_s", "setup_s",
-)  # fmt: skip
+_SUMS = [each.name for each in fields(Stats) if each.type in ("int", "float")]

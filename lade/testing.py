@@ -75,23 +75,18 @@ def _rotary(vocabulary: int, positions: int) -> dict[str, Any]:
     }
 
 
-def _gpt2(vocabulary: int, positions: int) -> PreTrainedModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocabulary,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=positions,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-
-
+_GPT2: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 _FAMILIES: dict[str, Callable[[int, int], PreTrainedModel]] = {
     "llama": lambda *sizes: LlamaForCausalLM(LlamaConfig(**_rotary(*sizes))),
     "qwen3": lambda *sizes: Qwen3ForCausalLM(Qwen3Config(**_rotary(*sizes), head_dim=8)),
-    "gpt2": _gpt2,
+    "gpt2": lambda vocabulary, positions: GPT2LMHeadModel(
+        GPT2Config(vocab_size=vocabulary, n_positions=positions, **_GPT2)
+    ),
 }

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lade.clock import Duration, Moment
+from lade.clock import Duration
 
 
 @dataclass
@@ -22,10 +22,10 @@ class MadeClock:
         self.running_s += seconds
         self.wall_s += seconds + waiting_s
 
-    def start(self) -> Moment:
+    def start(self) -> Duration:
         """See `Clock`."""
-        return Moment(self.wall_s, self.running_s, 0)
+        return Duration(self.wall_s, self.running_s, 0)
 
-    def since(self, start: Moment) -> Duration:
+    def since(self, start: Duration) -> Duration:
         """See `Clock`."""
         return Duration(self.wall_s - start.wall_s, self.running_s - start.running_s)

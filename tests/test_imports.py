@@ -117,7 +117,6 @@ INNER = {
         "backends.cuda_graphs.backend": "capture_refusal",
         "backends.processes.leader": "connect",
         "backends.processes.team": "dismiss team_of",
-        "decoding.drafting.memory": "DEFAULT_BYTES",
         "decoding.drafting.step_cost": "KNOTS StepCost",
         "hf.detokenizer": "Detokenizer",
         "hf.distributed": "follow_until_dismissed",

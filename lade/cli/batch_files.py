@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lade import ConfigError, InputError
 from lade.cli.options import check_out
 from lade.cli.prompts import read_utf8
-from lade.errors import ConfigError, InputError
 from lade.files import write_whole
 
 if TYPE_CHECKING:

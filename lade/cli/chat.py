@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import platformdirs
 import typer
 
+from lade import ConfigError, InputError, LadeError
 from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import Terminal, count, terminal
-from lade.errors import ConfigError, InputError, LadeError
 
 if TYPE_CHECKING:
     from lade.cli.conversation import Conversation, Turn
@@ -289,15 +289,10 @@ _LONGEST_HISTORY = 1000
 
 @dataclass(frozen=True)
 class Entry:
-    """Text typed by the user.
+    """Text typed by the user."""
 
-    Attributes:
-        text: one line or several, without the marks that join them.
-        quoted: the text stood in triple quotes, so that it is not a command.
-    """
-
-    text: str
-    quoted: bool = False
+    text: str  # one line or several, without the marks that join them
+    quoted: bool = False  # it stood in triple quotes, so that it is not a command
 
 
 def history_path() -> Path:
@@ -306,16 +301,11 @@ def history_path() -> Path:
 
 
 class LineInput:
-    """Standard input, line by line.
-
-    Args:
-        history: file of the lines typed on a terminal; None keeps them in memory.
-    """
+    """Standard input, line by line."""
 
     def __init__(self, history: Path | None = None) -> None:
-        self.problem: str | None = None
-        """Reason why the history cannot be kept; None if there is none."""
-        self._history = history
+        self.problem: str | None = None  # why the history cannot be kept; None if it can
+        self._history = history  # file of the lines typed on a terminal; None keeps them in memory
         self._readline = _readline() if self.edits else None
         if self._readline is not None:
             self._load_history()
@@ -326,11 +316,7 @@ class LineInput:
         return sys.stdin.isatty() and sys.stdout.isatty()
 
     def entry(self, prompt: str) -> Entry | None:
-        """Return the next line, or joined lines; None at the end of input.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, which drops the entry.
-        """
+        """Return the next line, or joined lines; None at the end of input. Ctrl-C drops the entry."""
         line = self._line(prompt)
         if line is None:
             return None

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lade.cli.encoder import ImagePrompt, content, encode, open_image
+from lade import InputError, TreeCache, supports
+from lade.cli.encoder import Encoder, ImagePrompt, content, encode, open_image
 from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
+from lade.cli.prompts import Messages
 from lade.cli.run import Generation, stop_ids
 from lade.cli.terminal import one_line
-from lade.errors import ConfigError, InputError
-from lade.model.kv_cache import TreeCache
-from lade.model.supports import supports
-
-Message = dict[str, str]
-"""With the keys `role` ("system", "user" or "assistant") and `content`."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Turn:
 
     text: str
     prompt: list[int]  # ids of the conversation including this turn, which the answer continues
-    messages: list[Message]  # of the earlier turns
+    messages: Messages  # of the earlier turns
     ids: list[int]  # of the conversation before this turn
     images: Mapping[int, list[Any]]  # by message number, those of this turn included
     media: Mapping[str, Any]  # images as arguments of `generate`
@@ -45,10 +41,8 @@ class Conversation:
 
     def __init__(self, loaded: LoadedModel, template: Template) -> None:
         self._loaded, self._arguments = loaded, template.arguments
-        self.templated = not template.raw and bool(getattr(loaded.tokenizer, "chat_template", None))
-        if self._arguments and not self.templated:
-            remedy = f"{loaded.name!r} has no chat template"
-            raise ConfigError("chat-template-kwargs", template.chat_template_kwargs, remedy)
+        self._encoder = Encoder(loaded, replace(template, system=None))
+        self.templated = self._encoder.templated
         support = supports(loaded.model)
         self._caches = bool(support) and support.require().attends  # states do not report their length
         self.system: str | None = None
@@ -56,7 +50,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Drop all turns; the system prompt stays."""
-        self._turns: list[Message] = []
+        self._turns: Messages = []
         self._ids: list[int] = []
         self._ids_before: list[int] = []  # ids of the conversation before its last turn
         self._images: Mapping[int, list[Any]] = {}
@@ -86,7 +80,11 @@ class Conversation:
     def set_system(self, system: str | None) -> None:
         """Set or remove the system prompt, from the next turn on; raises `InputError` where that has no effect."""
         if system is not None:
-            self._check_system(system)
+            if not self.templated:
+                raise InputError("a system prompt needs a chat template: send it as a turn")
+            probe = [{"role": "user", "content": "?"}]
+            if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
+                raise InputError("the model's chat template ignores system prompts: send it as a turn")
         self.system = system
 
     def attach_image(self, path: Path) -> None:
@@ -124,17 +122,21 @@ class Conversation:
         if answer.torn:
             self.drop_cache()  # an aborted pass may have updated some layers only
 
-    def _turn(self, text: str, messages: list[Message], ids: list[int], shown: list[Any]) -> Turn:
+    def _turn(self, text: str, messages: Messages, ids: list[int], shown: list[Any]) -> Turn:
         message = {"role": "user", "content": text}
         images = {number: each for number, each in self._images.items() if number < len(messages)}
         if shown:
             images[len(messages)] = shown
         if images:
-            prompt = self._with_images([*messages, message], images)
+            shown_turns: list[Mapping[str, Any]] = [
+                {**turn, "content": content(turn["content"], images[number])} if number in images else turn
+                for number, turn in enumerate([*messages, message])
+            ]
+            prompt = encode(self._loaded, [*self._system(), *shown_turns], self._arguments)
+        elif self.templated:
+            prompt = ImagePrompt(self._templated([*self._system(), *messages, message]), {})
         else:
-            prompt = ImagePrompt(
-                self._templated([*self._system(), *messages, message]) if self.templated else self._continued(ids, text)
-            )
+            prompt = ImagePrompt(self._continued(ids, text), {})
         context = self._loaded.context
         if context and len(prompt.ids) >= context:
             raise InputError(
@@ -147,35 +149,16 @@ class Conversation:
         self._crop(prompt.ids)
         return Turn(text, prompt.ids, messages, ids, images, prompt.media)
 
-    def _with_images(self, turns: list[Message], images: Mapping[int, list[Any]]) -> ImagePrompt:
-        """Return the prompt of turns with images, which are given by message number."""
-        shown: list[Mapping[str, Any]] = [
-            {**turn, "content": content(turn["content"], images[number])} if number in images else turn
-            for number, turn in enumerate(turns)
-        ]
-        return encode(self._loaded, [*self._system(), *shown], self._arguments)
-
-    def _system(self) -> list[Message]:
+    def _system(self) -> Messages:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def _check_system(self, system: str) -> None:
-        """Raise `InputError` if the chat template ignores this system prompt."""
-        if not self.templated:
-            raise InputError("a system prompt needs a chat template: send it as a turn")
-        probe = [{"role": "user", "content": "?"}]
-        if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
-            raise InputError("the model's chat template ignores system prompts: send it as a turn")
-
-    def _templated(self, messages: list[Message]) -> list[int]:
+    def _templated(self, messages: Messages) -> list[int]:
         try:
-            ids: list[int] = self._loaded.tokenizer.apply_chat_template(
-                messages, **{"add_generation_prompt": True, **self._arguments}, tokenize=True, return_dict=False
-            )
+            return self._encoder.apply_template(messages)
         except Exception as problem:
             system = any(message["role"] == "system" for message in messages)
             remedy = "try /reset, or /system without a text" if system else "try /reset"
             raise InputError(f"the model's chat template refuses this ({one_line(problem)}): {remedy}") from problem
-        return ids
 
     def _continued(self, ids: list[int], text: str) -> list[int]:
         tokenizer = self._loaded.tokenizer

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+import lade
+from lade import LadeError, LookaheadConfig
 from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, count, terminal
-from lade.config import LookaheadConfig
-from lade.errors import LadeError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
@@ -156,18 +157,14 @@ class Demo:
         """Answer one question by all methods."""
         lanes = [Lane(name) for name in METHODS]
         room = self._loaded.room(ids, self._max_new_tokens, within=True)
-        if self._style != "live":
+        live = Live(console=self._term.out, auto_refresh=False) if self._style == "live" else None
+        draw = partial(self._draw, live, question, lanes)
+        with live or nullcontext():
             for lane in lanes:
-                self.answer(lane, ids, room, lambda: None)
-            if self._style == "text":
-                self._print(question, lanes)
-        else:
-            self._term.hide_status()
-            with Live(console=self._term.out, auto_refresh=False) as live:
-                draw = partial(self._draw, live, question, lanes)
-                for lane in lanes:
-                    self.answer(lane, ids, room, draw)
-                draw()
+                self.answer(lane, ids, room, draw)
+            draw()
+        if self._style == "text":
+            self._print(question, lanes)
         self._races.append(lanes)
         self._questions.append(question)
 
@@ -175,7 +172,6 @@ class Demo:
         """Answer by one method; `draw` is called after each pass, and its time does not count."""
         import torch
 
-        import lade
         from lade.hf.detokenizer import Detokenizer
 
         decoder = Detokenizer(self._loaded.tokenizer, ids)
@@ -198,7 +194,9 @@ class Demo:
             self._loaded.model.generate(**asked, **more, streamer=_Passes(take))
         lane.text.append(decoder.flush())
 
-    def _draw(self, live: Live, question: str, lanes: list[Lane]) -> None:
+    def _draw(self, live: Live | None, question: str, lanes: list[Lane]) -> None:
+        if live is None:
+            return
         width = max(24, self._term.out.width // len(lanes) - 1)
         panels = [Panel(Group(lane.text, Text(lane.figures(), "dim")), title=lane.name, width=width) for lane in lanes]
         live.update(Group(Text(f"\n{question.strip()}", "bold"), Columns(panels, padding=0)), refresh=True)

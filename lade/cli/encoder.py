@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lade import ConfigError, InputError
 from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line
-from lade.errors import ConfigError, InputError
 from lade.model.prepared import IMAGE_FORMATS, holds_media
 
 _TOKEN_ARGUMENTS = ("input_ids", "attention_mask")
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
 
-@dataclass(frozen=True)
-class ImagePrompt:
-    """A prompt with images."""
+class ImagePrompt(NamedTuple):
+    """A prompt, with images or without."""
 
     ids: list[int]  # with placeholders for the images
-    media: Mapping[str, Any] = field(default_factory=dict)  # arguments of `generate`: pixels and their layout
+    media: Mapping[str, Any]  # arguments of `generate`: pixels and their layout
 
 
 def open_image(path: Path) -> Any:
@@ -52,28 +50,21 @@ def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments
     Raises:
         InputError: there is no processor or chat template, or it refuses or ignores the images.
     """
-    shown = [{**each, "content": _as_parts(each["content"])} for each in messages]
-    given = {"add_generation_prompt": True, **arguments}
-    made = _processed(loaded, shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
+    shown = []
+    for each in messages:  # templates of such models expect a list of parts
+        text = each["content"]
+        shown.append({**each, "content": [{"type": "text", "text": text}] if isinstance(text, str) else text})
+    given, processor = {"add_generation_prompt": True, **arguments}, loaded.processor()
+    try:
+        made = processor.apply_chat_template(shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
+    except Exception as problem:
+        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
     media = {name: value for name, value in made.items() if name not in _TOKEN_ARGUMENTS}
     if not holds_media(media):
         raise InputError(f"the chat template of {loaded.name!r} ignores images")
     ids: list[int] = made["input_ids"][0].tolist()
     loaded.check(ids)
     return ImagePrompt(ids, {name: _on_device(value, loaded.model) for name, value in media.items()})
-
-
-def _processed(loaded: LoadedModel, shown: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
-    processor = loaded.processor()
-    try:
-        return processor.apply_chat_template(shown, **arguments)
-    except Exception as problem:
-        raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
-
-
-def _as_parts(text_or_parts: Any) -> Any:
-    """Return message content as a list of parts, which templates of such models expect."""
-    return [{"type": "text", "text": text_or_parts}] if isinstance(text_or_parts, str) else text_or_parts
 
 
 def _on_device(value: Any, model: Any) -> Any:
@@ -84,10 +75,7 @@ def _on_device(value: Any, model: Any) -> Any:
 
 
 class Encoder:
-    """Encodes prompts as token ids.
-
-    Attributes:
-        templated: texts are formatted with a chat template.
+    """Encodes prompts as token ids, `templated` if they are formatted with a chat template.
 
     Raises:
         ConfigError: an option needs a chat template, and the model has none.
@@ -106,8 +94,14 @@ class Encoder:
             if prompt.messages is not None:
                 why = "--raw was given" if self._template.raw else f"{self._loaded.name!r} has no chat template"
                 raise InputError(f'messages need a chat template, and {why}: give a text under "prompt"')
-            return self._loaded.encode(prompt.text)
-        ids = self._templated(prompt.messages or [{"role": "user", "content": prompt.text}])
+            ids: list[int] = self._loaded.tokenizer(prompt.text)["input_ids"]
+        else:
+            messages = self._with_system(prompt.messages or [{"role": "user", "content": prompt.text}])
+            try:
+                ids = self.apply_template(messages)
+            except Exception as problem:
+                why = f"the chat template of {self._loaded.name!r} refuses the prompt ({one_line(problem, 240)})"
+                raise InputError(f"{why}: change it, or add --raw") from problem
         self._loaded.check(ids)
         return ids
 
@@ -116,19 +110,13 @@ class Encoder:
         message = content(prompt.text, [open_image(path) for path in files])
         return encode(self._loaded, self._with_system([{"role": "user", "content": message}]), self._template.arguments)
 
-    def _templated(self, messages: Messages) -> list[int]:
-        messages = self._with_system(messages)
+    def apply_template(self, messages: Messages) -> list[int]:
+        """Return the ids of a conversation to answer; raises whatever its chat template raises."""
         continued = messages[-1]["role"] == "assistant"  # its last message is continued, not answered
         kind = {"add_generation_prompt": not continued, "continue_final_message": continued}
-        try:
-            ids: list[int] = self._loaded.tokenizer.apply_chat_template(
-                messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
-            )
-        except Exception as problem:
-            reason = one_line(problem, 240)
-            raise InputError(
-                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): change it, or add --raw"
-            ) from problem
+        ids: list[int] = self._loaded.tokenizer.apply_chat_template(
+            messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
+        )
         return ids
 
     def _with_system(self, messages: Messages) -> Messages:

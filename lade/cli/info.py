@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
+import lade
 from lade.cli.options import Checked, Takes, options_in
 from lade.cli.options import decoding as options
 from lade.cli.terminal import Terminal, terminal
@@ -40,11 +41,9 @@ def info(
 
 def facts_of(loaded: LoadedModel) -> dict[str, Any]:
     """Return facts about a model, by the names that `--json` prints."""
-    from lade.model.supports import supports
-
     model = loaded.model
     config = model.config.get_text_config(decoder=True)
-    support = supports(model)
+    support = lade.supports(model)
     return {
         "model": loaded.name,
         "class": type(model).__name__,

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from lade import __version__
 from lade.cli import batch, chat, demo, generate, info, pack, serve, warm
 from lade.cli.options import ShellCommand, ShellGroup
 from lade.cli.options import decoding as options
 from lade.cli.terminal import terminal
-from lade.version import __version__
 
 app = typer.Typer(
     name="lade",

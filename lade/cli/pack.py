@@ -7,15 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+import lade
+from lade import ConfigError, InputError
 from lade.cli.options import decoding as options
 from lade.cli.options import option
 from lade.cli.options.model import WEIGHTS
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, count, terminal
-from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.backends.cpu.packing.integers import LayerError
@@ -47,13 +49,7 @@ class PackOptions:
 
 
 @options.grouped
-def pack(
-    wanted: PackOptions,
-    *,
-    loading: options.Loading,
-    json: options.Json = False,
-    output: options.Output,
-) -> None:
+def pack(wanted: PackOptions, *, loading: options.Loading, json: options.Json = False, output: options.Output) -> None:
     """Round a model's weights to int8 or int4 for the CPU, measure the loss in quality, and save the result.
 
     The result is another, slightly worse model; the change of perplexity says by how much.
@@ -84,14 +80,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
 def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> None:
     kept = f", kept in {facts['dtype']}: {_listed(facts['kept_layers'])}" if facts["kept_layers"] else ""
     lines = [f"{facts['model']}: layers in {facts['weights']}: {facts['int8_layers'] + facts['int4_layers']}{kept}"]
-    lines.append(f"{_megabytes(facts['bytes_before'])} -> {_megabytes(facts['bytes_after'])}")
+    lines.append(f"{decimal(facts['bytes_before'])} -> {decimal(facts['bytes_after'])}")
     if errors:
         was, now = facts["perplexity_before"], facts["perplexity_after"]
         lines.append(f"perplexity {was:.4g} -> {now:.4g} ({now / was - 1:+.2%}), {facts['tokens']:,} tokens")
@@ -115,7 +107,7 @@ def _packed(
     loaded: LoadedModel, wanted: PackOptions, weights: str, ids: list[int], term: Terminal
 ) -> tuple[dict[str, Any], list[LayerError]]:
     """Pack a model; return the fields that `--json` prints, and the errors of layers on the text of `ids`, if any."""
-    from lade.backends.cpu.packing import folder, integers
+    from lade.backends.cpu.packing import integers
     from lade.backends.cpu.packing import pack as packing
 
     model, keep = loaded.model, wanted.keep or ()
@@ -138,7 +130,7 @@ def _packed(
     facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
     if wanted.save is not None:
         term.show_status("writing the model")
-        folder.save_packed(model, wanted.save, loaded.tokenizer)
+        lade.save_packed(model, wanted.save, loaded.tokenizer)
         facts["saved"] = str(wanted.save)
     return facts, errors
 

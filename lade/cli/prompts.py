@@ -1,17 +1,14 @@
-"""Prompts from the command line, a file, or standard input: texts or conversations."""
+"""Prompts as texts or conversations, and files of them."""
 
 from __future__ import annotations
 
 import codecs
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from lade.errors import InputError
+from lade import InputError
 
 Messages = list[dict[str, Any]]
 ONE_PER_LINE = 'write {"prompt": "..."} or {"messages": [...]} on each line'
@@ -23,53 +20,6 @@ class Prompt:
 
     text: str  # of the prompt, or of the conversation's last message
     messages: Messages | None = None  # a conversation in the format of chat templates
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """Options for the prompts of a command."""
-
-    text: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text of the prompt. Default, and for -: standard input.")
-    ] = None
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt", "-p", metavar="TEXT", help="The prompt as an option, for texts that begin with a dash."
-        ),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", metavar="FILE", help="A text file with one prompt, or a .jsonl file with one per line."
-        ),
-    ] = None
-
-    @property
-    def piped(self) -> bool:
-        """True if the prompt comes from standard input."""
-        return self.text in (None, "-") and self.prompt is None and self.prompts is None
-
-    def check(self) -> None:
-        """Raise `InputError` for several sources, or for none if standard input is a terminal."""
-        given = sum(each is not None for each in (self.text, self.prompt, self.prompts))
-        if given > 1 or (not given and sys.stdin.isatty()):
-            raise InputError(
-                "exactly one prompt is needed: give it as an argument, as --prompts FILE, or through a pipe"
-            )
-
-    def read(self) -> list[Prompt]:
-        """Return the prompts; raises `InputError` as `check` does, and if one of them is empty or cannot be read."""
-        self.check()
-        if self.prompts is not None:
-            return read_file(self.prompts)
-        given = self.text if self.prompt is None else self.prompt
-        if given is None or given == self.text == "-":
-            given = _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
-            if not given:
-                raise InputError("standard input is empty: give a prompt there, as an argument, or as --prompts FILE")
-        check_text(given, "the prompt")
-        return [Prompt(given)]
 
 
 def read_text(path: Path, what: str) -> str:
@@ -110,7 +60,7 @@ def read_utf8(path: Path, kind: str) -> str:
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError(f"{name} cannot be read: {reason}; check path and permissions") from problem
-    return _utf8(raw, name)
+    return decoded(raw, name)
 
 
 def _from_line(line: str, place: str) -> Prompt:
@@ -142,7 +92,8 @@ def _conversation(messages: Any, place: str) -> Prompt:
     return Prompt(last if isinstance(last, str) else json.dumps(last, ensure_ascii=False), messages)
 
 
-def _utf8(raw: bytes, name: str) -> str:
+def decoded(raw: bytes, name: str) -> str:
+    """Return UTF-8 as text; raises `InputError`, which calls it by a name."""
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # some editors begin files with that mark
     except UnicodeDecodeError as problem:

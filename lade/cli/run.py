@@ -13,18 +13,13 @@ import torch
 from rich.text import Text
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from lade.cli.encoder import Encoder
+from lade import ConfigError, Stats, Step, generate, stream, supports
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig, resolve
-from lade.errors import ConfigError
-from lade.grammar import Grammar
 from lade.hf.detokenizer import Detokenizer
-from lade.hf.generate import generate, stream
 from lade.model.facts import CACHE
-from lade.model.supports import supports
-from lade.stats import Stats, Step
 
 
 class Interrupt(StoppingCriteria):
@@ -98,7 +93,7 @@ class Generation:
             "tokens_per_s": self.tokens_per_s,
             "predicted_tokens": self.predicted,
             **loaded.facts,
-            "config": config_dict(self.config),
+            "config": None if self.config is None else _settings(self.config),
             **self.choices.as_dict(),
             "interrupted": self.interrupted,
             "finish_reason": self.finish_reason,
@@ -117,14 +112,10 @@ class Generation:
         )
 
 
-def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
-    """Return the fields as a dictionary, a memory as a bool; None for plain decoding."""
-    if config is None:
-        return None
-    values = {
-        field.name: getattr(config, field.name) for field in fields(config) if field.name not in ("sources", "only")
-    }
-    return {**values, "memory": config.memory is not None}
+def _settings(config: LookaheadConfig) -> dict[str, Any]:
+    """Return the fields that the shell sets, a memory as a bool."""
+    names = [each.name for each in fields(config) if each.name not in ("sources", "only")]
+    return {**{name: getattr(config, name) for name in names}, "memory": config.memory is not None}
 
 
 def _how(config: LookaheadConfig | None) -> str:
@@ -268,18 +259,6 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
     run.stats.new_tokens = len(run.token_ids)  # of the best beam; it may have ended before the search did
     for index, token in enumerate(run.token_ids):
         on_step(Step(index, [token], ["bonus"], 1, 0.0))
-
-
-@dataclass(frozen=True)
-class GenerationPlan:
-    """Settings shared by all prompts of a command."""
-
-    loaded: LoadedModel
-    encode: Encoder
-    lookahead: Lookahead
-    choices: Choices
-    max_new_tokens: int
-    grammar: Grammar | None = None
 
 
 RUNS = ("bold green", "bold cyan")

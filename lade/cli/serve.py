@@ -21,13 +21,15 @@ from urllib.request import Request, urlopen
 
 import typer
 
+import lade
+from lade import ConfigError, MissingExtraError, UnsupportedModelError
 from lade.cli.options import AT_LEAST_ONE, Checked, Takes, options_in
 from lade.cli.options import decoding as options
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    from lade.cli.loading import LoadedModel
     from lade.server.access_log import AccessLog
     from lade.server.failures import DumpedRequest
     from lade.server.keys import Keys
@@ -37,9 +39,6 @@ if TYPE_CHECKING:
     from lade.server.settings import Settings
 
 
-SHARES = ("key", "all", "none")
-LOG_FORMATS = ("text", "json")
-ACCEPTANCE = ("none", "summary")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_BODY = 2**30
@@ -63,10 +62,6 @@ class ServedTemplate:
         None, "JSON", 'Template variables, such as {"enable_thinking": false}.'
     )
 
-    def check(self) -> None:
-        """Raise `ConfigError` for invalid template variables."""
-        assert isinstance(self.arguments, dict)
-
     @property
     def arguments(self) -> dict[str, Any]:
         """Template variables; raises `ConfigError` if they are not a JSON object."""
@@ -86,14 +81,14 @@ class Listening(Checked):
     name: list[str] | None = _server(
         None, "NAME", "Model name in requests. Repeatable. Default: from --model.", "--name"
     )
-    log_format: str = _server("text", "KIND", "Log format: text or json.", one_of=LOG_FORMATS)
+    log_format: str = _server("text", "KIND", "Log format: text or json.", one_of=("text", "json"))
     metrics: bool = _server(True, "", "Serve /metrics to Prometheus.", "--metrics/--no-metrics")
     acceptance: str = _server(
         "none",
         "LEVEL",
         "Acceptance of drafts in answers, as in vLLM: none or summary.",
         "--per-request-spec-decode-metrics",
-        one_of=ACCEPTANCE,
+        one_of=("none", "summary"),
     )
     otel: bool = _server(False, "", "Send a span per request to an OpenTelemetry collector.", "--otel")
     page: bool = _server(True, "", "Serve the chat page at /.", "--page/--no-page")
@@ -140,7 +135,10 @@ class Access(Checked):
     )
 
     share: str = _access(
-        "key", "WHO", "Who shares draft memory and prefix cache: key (requests of one key), all or none.", one_of=SHARES
+        "key",
+        "WHO",
+        "Who shares draft memory and prefix cache: key (requests of one key), all or none.",
+        one_of=("key", "all", "none"),
     )
 
     def keys(self) -> Keys:
@@ -189,23 +187,16 @@ class Limits(EngineLimits):
     def check(self) -> None:
         """Raise `ConfigError` for a limit out of range."""
         super().check()
-        assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises `ConfigError` for an invalid size
-        if self.body_bytes is not None and not 1 <= self.body_bytes <= _MAX_BODY:
+        size_in_bytes("prefix-cache", self.prefix_cache)
+        body_bytes = size_in_bytes("max-body", self.max_body)
+        if body_bytes is not None and not 1 <= body_bytes <= _MAX_BODY:
             raise ConfigError("max-body", self.max_body, "give 1 to 1GiB")
 
-    @property
-    def prefix_bytes(self) -> int | None:
-        """Size of the prefix cache in bytes; None for the default."""
-        return None if self.prefix_cache is None else size_in_bytes("prefix-cache", self.prefix_cache)
 
-    @property
-    def body_bytes(self) -> int | None:
-        """Largest request body in bytes; None for the default."""
-        return None if self.max_body is None else size_in_bytes("max-body", self.max_body)
-
-
-def size_in_bytes(name: str, text: str) -> int:
+def size_in_bytes(name: str, text: str | None) -> int | None:
     """Return a size such as `4MiB` in bytes, where `k`, `m`, `g` are powers of 1024; or raise `ConfigError`."""
+    if text is None:
+        return None
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(name, text[:40], "give bytes, or a size such as 4MiB or 2GiB")
@@ -233,7 +224,7 @@ def check_all(
 
         check(speed.memory)
     loading.check_layout(speed.pack, invariant=speed.invariant)
-    template.check()
+    assert isinstance(template.arguments, dict)  # else it raises `ConfigError`
 
 
 EXAMPLE = "Example:  [bold]lade serve --model Qwen/Qwen3-0.6B[/bold]  and  [bold]curl localhost:8000/v1/models[/bold]"
@@ -270,21 +261,20 @@ def serve(
         from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
+        url = url_of(listening.host, socket)
         if settings.host not in _LOOPBACK and not settings.keys.all:
             term.say(f"warning: anyone who can reach {settings.host} can send requests: give --api-key-file", "yellow")
-        announce = partial(_announce, settings, url_of(listening.host, socket), term, json=json)
+        announce = partial(_announce, settings, url, term, json=json)
         log = _log(listening, term)
         with nullcontext() if log is None else log.listening():
-            term.show_status(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
+            term.show_status(f"listening on {url}, to be ready when the model is loaded")
             term.show_status("importing torch and transformers")
-            from lade.cli.serve_model import load
             from lade.server.listen import run
             from lade.server.service import Service
 
-            loaded = partial(load, loading, speed, own, term, processes)
-            service = Service(settings, loaded, announce, log)
+            service = Service(settings, partial(load_served, loading, speed, own, term, processes), announce, log)
             if dumped is not None:
-                replay(dumped, service, url_of(listening.host, socket), term.write)
+                replay(dumped, service, url, term.write)
             code = run(service, socket)
     if code:
         raise typer.Exit(code)
@@ -309,12 +299,58 @@ def _processes(listening: Listening, term: Terminal) -> int:
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
     """Return True in the process that serves; in the others, False when they are done."""
     from lade.cli.loading import is_first_process, leading
-    from lade.cli.serve_model import load_split
 
     if is_first_process():
         return True
-    with leading(load_split(loading, speed, term, processes).model, processes):
+    with leading(_loaded(loading, speed, term, processes).model, processes):
         return False
+
+
+def _loaded(loading: options.Loading, speed: options.Speed, term: Terminal, processes: int) -> LoadedModel:
+    """Load the model as each of its processes does."""
+    from lade.cli.loading import load
+
+    return load(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant, processes=processes)
+
+
+def load_served(
+    loading: options.Loading, speed: options.Speed, chat_template: str | None, term: Terminal, processes: int = 1
+) -> ServedModel:
+    """Load the model, in a thread of a server that listens already, in the first of the processes that share it.
+
+    The file of a draft memory need not exist. A `chat_template` takes the place of the model's own.
+
+    Raises:
+        ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded or served.
+    """
+    from lade.backends.processes.team import dismiss
+    from lade.cli.encoder import encode
+    from lade.cli.loading import SAMPLING_FIELDS, prepare_split_model, with_memory
+    from lade.server.served_model import ServedModel
+
+    loaded = _loaded(loading, speed, term, processes)
+    if processes > 1:
+        prepare_split_model(loaded.model)
+    support = lade.supports(loaded.model)
+    if not support:
+        raise UnsupportedModelError(str(support), "lade generate decodes it plainly, a prompt at a time")
+    if chat_template is not None:
+        loaded.tokenizer.chat_template = chat_template
+    takes_images = getattr(loaded.model.config, "vision_config", None) is not None
+    lookahead = with_memory(loaded, speed.lookahead(new_memory=True), speed.memory)
+    memory, save = lookahead.memory if isinstance(lookahead, lade.LookaheadConfig) else None, None
+    if isinstance(memory, lade.Memory) and speed.memory is not None:
+        save = partial(memory.save, speed.memory, loaded.tokenizer)
+    return ServedModel(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        sampling={name: value for name, value in loaded.checkpoint_defaults.items() if name in SAMPLING_FIELDS},
+        context=loaded.context,
+        lookahead=lookahead,
+        encode_images=partial(encode, loaded) if takes_images else None,
+        save=save,
+        close=partial(dismiss, loaded.model),
+    )
 
 
 def settings_of(
@@ -332,8 +368,8 @@ def settings_of(
             "read_keys": None if access.api_key_file is None else access.keys,
             "allowed_hosts": tuple(access.allowed_host or ()),
             "cors_origins": tuple(access.cors_origin or ()),
-            "prefix_cache": limits.prefix_bytes,
-            "max_body": limits.body_bytes,
+            "prefix_cache": size_in_bytes("prefix-cache", limits.prefix_cache),
+            "max_body": size_in_bytes("max-body", limits.max_body),
             "template_arguments": template.arguments,
         }
     )

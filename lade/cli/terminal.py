@@ -16,14 +16,13 @@ from typing import Any
 import typer
 from rich import progress
 from rich.console import Console
-from rich.progress import Progress as status_Progress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from lade import ConfigError, FallbackWarning, LadeError, PrecisionWarning
 from lade.cli.options import Output
-from lade.errors import ConfigError, FallbackWarning, LadeError, PrecisionWarning
 
 DELAY_S = 0.3
 """Work that is done sooner shows no status line, which would only flicker."""
@@ -39,90 +38,75 @@ _OPTIONS = {
 
 
 class Status:
-    """Status line with a spinner and the elapsed seconds of the current work, on a console of its own."""
+    """The current work: on a terminal a line with a spinner and the elapsed seconds, elsewhere a line if it takes long.
+
+    Off a terminal work is named once it has taken `LINE_S`, once each; if it goes on, again every `LINE_EVERY_S`.
+    """
 
     def __init__(self, console: Console, *, shown: bool) -> None:
         self._console, self._shown, self._lock = console, shown, RLock()
-        self._text, self._held = "", 0
-        self._progress: status_Progress | None = None
+        self._current = ("", 0.0)  # the work, and when it began; one tuple, as two threads use it
+        self._held = 0
+        self._progress: progress.Progress | None = None
         self._timer: Timer | None = None
+        self._named, self._ended = set[str](), Event()
+        self._watch: Thread | None = None
+        self._told_at = monotonic()
 
     def show(self, text: str) -> None:
         """Show the current work until the next call; ignored while `hold` is in force."""
         with self._lock:
-            if not self._shown or self._held or text == self._text:
+            if not self._shown or self._held or text == self._current[0]:
                 return
-            self._text = text
-            if self._progress is None:
-                columns = (SpinnerColumn(), TextColumn("{task.description}", style="dim"), TimeElapsedColumn())
-                options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
-                self._progress = status_Progress(*columns, console=self._console, transient=True, **options)
-                self._progress.add_task(text, total=None)
-                self._timer = Timer(DELAY_S, self._begin, [self._progress])
-                self._timer.daemon = True
-                self._timer.start()
-            else:
-                self._progress.reset(self._progress.task_ids[0], description=text)
+            self._current = (text, monotonic())
+            if self._console.is_interactive:
+                self._spin(text)
+            elif self._watch is None:
+                self._watch = Thread(target=self._run, name="lade-status", daemon=True)
+                self._watch.start()
 
     def hide(self) -> None:
-        """Remove the line."""
+        """Remove the line; the work has ended."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
             if self._progress is not None:
                 self._progress.stop()
-            self._text, self._progress, self._timer = "", None, None
+            self._current, self._progress, self._timer = ("", 0.0), None, None
 
     def hold(self, held: bool) -> None:
         """Suspend the line while something else is animated on the terminal; calls nest."""
         self.hide()
         self._held += 1 if held else -1
 
-    def _begin(self, progress: status_Progress) -> None:
-        with self._lock:
-            if self._progress is progress:
-                progress.start()
-
-
-class StatusLog:
-    """Stands in for a `Status` off a terminal: work that takes longer than `LINE_S` is named by a line, once each.
-
-    Work that goes on is named again every `LINE_EVERY_S`, with the seconds it has taken.
-    """
-
-    def __init__(self, console: Console, *, shown: bool) -> None:
-        self._console, self._shown = console, shown
-        self._current = ("", 0.0)  # the work, and when it began; one tuple, as two threads use it
-        self._named, self._ended = set[str](), Event()
-        self._watch: Thread | None = None
-        self._told_at = monotonic()
-
-    def show(self, text: str) -> None:
-        """Begin some work, unless it is the current one."""
-        if not self._shown or text == self._current[0]:
-            return
-        self._current = (text, monotonic())
-        if self._watch is None:
-            self._watch = Thread(target=self._run, name="lade-status", daemon=True)
-            self._watch.start()
-
-    def hide(self) -> None:
-        """End the current work."""
-        self._current = ("", 0.0)
-
-    def hold(self, held: bool) -> None:
-        """See `Status`; lines are in nobody's way."""
-
     def tell(self, text: str) -> None:
-        """Write how far the work is, every `LINE_EVERY_S`."""
-        if self._shown and monotonic() - self._told_at >= LINE_EVERY_S:
+        """Write how far the work is, off a terminal, every `LINE_EVERY_S`."""
+        if self._shown and not self._console.is_interactive and monotonic() - self._told_at >= LINE_EVERY_S:
             self._write(text)
 
     def close(self) -> None:
-        """End the thread that waits for slow work."""
+        """Remove the line, and end the thread that waits for slow work."""
+        self.hide()
         self._ended.set()
         if self._watch is not None:
             self._watch.join()
+
+    def _spin(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.reset(self._progress.task_ids[0], description=text)
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}", style="dim"), TimeElapsedColumn())
+        options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+        self._progress = progress.Progress(*columns, console=self._console, transient=True, **options)
+        self._progress.add_task(text, total=None)
+        self._timer = Timer(DELAY_S, self._begin, [self._progress])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _begin(self, line: progress.Progress) -> None:
+        with self._lock:
+            if self._progress is line:
+                line.start()
 
     def _run(self) -> None:
         while not self._ended.wait(LINE_S / 8):
@@ -141,7 +125,7 @@ class StatusLog:
 class YieldingConsole(Console):
     """Console that hides a status line before it prints, and suspends it during live displays."""
 
-    def __init__(self, status: Status | StatusLog, **options: Any) -> None:
+    def __init__(self, status: Status, **options: Any) -> None:
         super().__init__(**options)
         self._status = status
 
@@ -199,9 +183,8 @@ class Terminal:
     def __init__(self, output: Output = SAYS_ALL) -> None:
         colors: dict[str, Any] = {"no_color": True} if output.no_color else {}  # else rich decides, NO_COLOR included
         self.debug, self.quiet = output.debug, output.quiet
-        own, shown = Console(highlight=False, stderr=True, **colors), not (self.quiet or self.debug)
-        self._log = StatusLog(own, shown=shown and not own.is_interactive)
-        self._status: Status | StatusLog = Status(own, shown=shown) if own.is_interactive else self._log
+        own = Console(highlight=False, stderr=True, **colors)
+        self._status = Status(own, shown=not (self.quiet or self.debug))
         self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
         self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
         self._within_line = False
@@ -230,7 +213,7 @@ class Terminal:
 
     def tell_progress(self, text: str) -> None:
         """Tell how far long work is, off a terminal, where there are no bars: a line every half minute."""
-        self._log.tell(text)
+        self._status.tell(text)
 
     def hide_status(self) -> None:
         """Remove the status line."""
@@ -238,8 +221,7 @@ class Terminal:
 
     def end_status(self) -> None:
         """Remove the status line for good."""
-        self._status.hide()
-        self._log.close()
+        self._status.close()
 
     def suspend_status(self, paused: bool) -> None:
         """Suspend the status line while others write to the terminal, such as the hub's progress bars."""

@@ -13,18 +13,17 @@ import typer
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
+import lade
+from lade import InputError, Stats, UnsupportedModelError
 from lade.cli.info import show_facts
 from lade.cli.options import AT_LEAST_ONE, Checked, check_out, option
 from lade.cli.options import decoding as options
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
-from lade.errors import InputError, UnsupportedModelError
-from lade.stats import Stats
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
     from lade.cli.loading import LoadedModel
-    from lade.memory import Memory
 
 EXAMPLE = "Example:  [bold]lade warm --model gpt2 --prompts questions.jsonl --out questions.memory[/bold]"
 EXIT_SKIPPED = 1
@@ -67,24 +66,15 @@ class WarmOptions(Checked):
         """True if an existing memory is continued."""
         return self.out.exists() and not self.fresh
 
-    def memory(self, loaded: LoadedModel) -> Memory:
+    def memory(self, loaded: LoadedModel) -> lade.Memory:
         """Return the memory to start with; raises `UnsupportedModelError` for a model decoded without."""
-        from lade.cli.run import check_served
-        from lade.config import LookaheadConfig
-        from lade.decoding.drafting.memory import DEFAULT_BYTES
-        from lade.memory import Memory
-        from lade.model.supports import supports
-
-        support = supports(loaded.model)
+        support = lade.supports(loaded.model)
         if not support:
             raise UnsupportedModelError(str(support), "lade generate decodes it plainly, without a memory")
         max_bytes = None if self.max_mib is None else self.max_mib * _MIB
         if self.continues:
-            memory = Memory.load(self.out, loaded.tokenizer, max_bytes=max_bytes)
-        else:
-            memory = Memory(DEFAULT_BYTES if max_bytes is None else max_bytes)
-        check_served(loaded, LookaheadConfig(memory=memory))
-        return memory
+            return lade.Memory.load(self.out, loaded.tokenizer, max_bytes=max_bytes)
+        return lade.Memory() if max_bytes is None else lade.Memory(max_bytes)
 
 
 @options.grouped
@@ -130,7 +120,7 @@ def warm(
             raise typer.Exit(EXIT_SKIPPED)
 
 
-def _figures(result: WarmResult, memory: Memory, out: Path, seconds: float) -> dict[str, Any]:
+def _figures(result: WarmResult, memory: lade.Memory, out: Path, seconds: float) -> dict[str, Any]:
     """Return the fields that `--json` prints."""
     return {
         "prompts": len(result.runs),
@@ -148,7 +138,7 @@ def _figures(result: WarmResult, memory: Memory, out: Path, seconds: float) -> d
     }
 
 
-def _shown(result: WarmResult, memory: Memory, out: Path) -> dict[str, str]:
+def _shown(result: WarmResult, memory: lade.Memory, out: Path) -> dict[str, str]:
     first, last = result.first_tenth, result.last_tenth
     return {
         "prompts": f"{len(result.runs)}{f', {len(result.skipped)} skipped' if result.skipped else ''}",
@@ -206,7 +196,7 @@ def _rate(runs: list[Stats]) -> float:
 
 
 def fill_memory(
-    memory: Memory,
+    memory: lade.Memory,
     encode: Encoder,
     loaded: LoadedModel,
     prompts: list[tuple[str, Prompt]],
@@ -218,9 +208,10 @@ def fill_memory(
 
     `save` is called every minute, at the end, and after Ctrl-C.
     """
-    from lade.cli.run import Interrupt
+    from lade.cli.run import Interrupt, decode
 
     result, saved_at = WarmResult(), perf_counter()
+    config = lade.LookaheadConfig(memory=memory)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Interrupt() as interrupt:  # between generations, which have their own
         with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
@@ -232,7 +223,10 @@ def fill_memory(
                     term.say(f"skipped: {name}: {problem}", "yellow")
                     result.skipped.append((name, str(problem)))
                 else:
-                    result.interrupted = _answer(loaded, ids, memory, max_new_tokens, term, result.runs)
+                    room = loaded.room(ids, max_new_tokens, within=True)
+                    run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda _: None)
+                    result.runs.append(run.stats)
+                    result.interrupted = run.interrupted
                 rate = f"prompts · {result.rate:.2f} tokens per step"
                 progress.update(task, completed=done, description=rate)
                 term.tell_progress(f"{done} of {len(prompts)} {rate}")
@@ -246,16 +240,3 @@ def fill_memory(
             save()
         result.interrupted |= interrupt.requested
     return result
-
-
-def _answer(
-    loaded: LoadedModel, ids: list[int], memory: Memory, max_new_tokens: int, term: Terminal, runs: list[Stats]
-) -> bool:
-    """Answer one prompt, add the figures to `runs`, and return whether Ctrl-C ended the answer."""
-    from lade.cli.run import decode
-    from lade.config import LookaheadConfig
-
-    room, config = loaded.room(ids, max_new_tokens, within=True), LookaheadConfig(memory=memory)
-    run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda step: None)
-    runs.append(run.stats)
-    return run.interrupted

@@ -233,7 +233,10 @@ class EngineDrafter:
             tails, following = _tails(state, 1)
             state.memory.learn(tails, tables.certain(following))
         state.is_sure |= rows is None
-        _learn_step(state, path, emitted[: len(path)], rows)
+        chosen = emitted[: len(path)]
+        state.memory.learn_tree(state.tree, _NO_ROWS if rows is None else np.ascontiguousarray(rows), path, chosen)
+        if rows is None:
+            state.memory.learn(state.tree.contexts(path), tables.certain(np.array(chosen, dtype=np.int64)))
         known = len(state.tokens) + len(path)
         state.tokens += emitted
         _learn_text(state, known, is_sure=rows is None)
@@ -267,18 +270,11 @@ class EngineDrafter:
             else:
                 batch.append((state, request, new, entries, len(state.draft.ids)))
         if batch:
-            states, *columns = map(list, zip(*batch, strict=True))
-            self._learn_drafted(states, *columns)
+            self._learn_drafted(batch)
 
-    def _learn_drafted(
-        self,
-        states: Sequence[_EngineRequest],
-        names: Sequence[Hashable],
-        tokens: Sequence[Sequence[int] | npt.NDArray[Any]],
-        rows: Sequence[npt.NDArray[np.int32]],
-        drafted: Sequence[int],
-    ) -> None:
-        """Learn from a pass of requests whose drafts, of so many tokens, came with rows."""
+    def _learn_drafted(self, batch: Sequence[_Learned]) -> None:
+        """Learn from a pass of requests whose drafts came with rows."""
+        states, names, tokens, rows, drafted = map(list, zip(*batch, strict=True))
         ids, counts = self._checked("tokens", [*chain.from_iterable(tokens)]), [*map(len, tokens)]
         if not all(counts):
             raise InputError(f"tokens has none for request={names[counts.index(0)]!r}: give at least one")
@@ -290,8 +286,8 @@ class EngineDrafter:
             with ExitStack() as stack:
                 memories = sorted({state.memory for state in states}, key=id)
                 lent = {memory: stack.enter_context(memory.lent()) for memory in memories}
-                batch = self._batch_of(states, lent)
-                stopped = learn_requests(batch, drafted, start, ids, ends, entries, row_ends, RATE)
+                requests = self._batch_of(states, lent)
+                stopped = learn_requests(requests, drafted, start, ids, ends, entries, row_ends, RATE)
             learned = slice(start, stopped)
             for state, count, end in zip(states[learned], counts[learned], ends[learned], strict=True):
                 state.draft = None
@@ -411,13 +407,6 @@ def _check_rows(rows: Any, fed: int, needed: int) -> None:
             f"rows has {len(rows)}, where {needed} to {fed} are possible: give one for each token that was fed, "
             "the text's last one and the draft's first ones, in their order"
         )
-
-
-def _learn_step(state: _EngineRequest, path: list[int], chosen: list[int], rows: Ints | None) -> None:
-    """Learn from the tree that was fed: `path` `[A]`, the nodes reached, and `chosen` `[A]`, the tokens there."""
-    state.memory.learn_tree(state.tree, _NO_ROWS if rows is None else np.ascontiguousarray(rows), path, chosen)
-    if rows is None:
-        state.memory.learn(state.tree.contexts(path), tables.certain(np.array(chosen, dtype=np.int64)))
 
 
 def _tails(state: _EngineRequest, start: int) -> tuple[Ints, npt.NDArray[np.int64]]:

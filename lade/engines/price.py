@@ -26,14 +26,7 @@ _LONGEST = 3.0  # a pass that takes more than so many times as long as expected 
 
 
 class TokenPrice:
-    """The price of one more token, in expected tokens.
-
-    Args:
-        fixed: a price that is not measured; None to go by what is observed.
-
-    Raises:
-        ConfigError: `fixed` is neither None nor a finite number >= 0.
-    """
+    """The price of one more token, in expected tokens: a fixed one, or None to go by what is observed."""
 
     def __init__(self, fixed: float | None = None) -> None:
         if fixed is not None and not (isinstance(fixed, int | float) and math.isfinite(fixed) and fixed >= 0.0):
@@ -51,11 +44,7 @@ class TokenPrice:
         return min(self._slope() * self._emitted / self._seconds, 1.0)
 
     def observe(self, fed: int, emitted: int, seconds: float) -> None:
-        """Learn from a pass.
-
-        Raises:
-            InputError: one of them is out of range.
-        """
+        """Learn from a pass; raises `InputError` for what is out of range."""
         for name, number, least in (("fed", fed, 1), ("emitted", emitted, 0)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise InputError(f"{name}={number!r} is not valid: give the tokens of a whole pass, at least {least}")

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from lade.engines.drafter import EngineDrafter
-    from lade.memory import Memory
 
-VERSIONS = ("0.32",)
-"""Versions of vLLM that this was tried with; its proposer interface is experimental."""
+VERSION = "0.32"
+"""The version of vLLM that this was tried with; its proposer interface is experimental."""
 _COMPARED = 8  # tokens at a text's end by which it is known to be the one that was seen before
 _HOOKED = "_lade_is_told"
 
@@ -46,9 +45,6 @@ class Proposer:
     - `memory`: a file. It is loaded if it is there, and saved when the engine exits.
     - `price`: see `lade.EngineDrafter`; without it, what the engine's passes cost decides.
 
-    Args:
-        vllm_config: configuration of the engine.
-
     Raises:
         UnsupportedError: this was not tried with that version of vLLM.
         ConfigError: a setting is not known, or out of range.
@@ -58,6 +54,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         _check_version()
         from lade.engines.drafter import EngineDrafter
+        from lade.memory import Memory
 
         settings = _settings(vllm_config.additional_config)
         model = vllm_config.model_config
@@ -65,11 +62,12 @@ class Proposer:
         eos = getattr(model.hf_config, "eos_token_id", None)
         excluded = [] if eos is None else [eos] if isinstance(eos, int) else eos
         path = settings.get("memory")
+        memory = Memory.load(path) if path is not None and os.path.exists(path) else Memory()
         self.drafter: EngineDrafter = EngineDrafter(
-            model.get_vocab_size(), excluded, memory=_loaded(path), price=settings.get("price")
+            model.get_vocab_size(), excluded, memory=memory, price=settings.get("price")
         )
         if path is not None:
-            weakref.finalize(self, self.drafter.memory.save, path)
+            weakref.finalize(self, memory.save, path)
         self._runner: Any = None
         self._scheduled: Any = None
         self._packed: Any = None
@@ -126,20 +124,16 @@ class Proposer:
         names, scheduled = self._runner.input_batch.req_ids, self._scheduled
         fed = [1 + len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         rows = self._rows(fed)
-        drafting, budgets, drafts = list[int](), list[int](), [list[int]() for _ in sampled_token_ids]
-        emitted = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        emitted, budgets = [row for row, tokens in enumerate(sampled_token_ids) if tokens], list[int]()
         for row in emitted:
-            before = token_ids_cpu[row, : int(num_tokens_no_spec[row]) - len(sampled_token_ids[row])]
-            if self._begin(names[row], before):
+            length, new = int(num_tokens_no_spec[row]), len(sampled_token_ids[row])
+            budgets.append(max(0, min(self._most, self._longest - length - 1)))
+            if self._begin(names[row], token_ids_cpu[row, : length - new]):
                 rows[row] = None if rows[row] is None else rows[row][:1]
-        tokens = [sampled_token_ids[row] for row in emitted]
-        self.drafter.learn_batch([names[row] for row in emitted], tokens, [rows[row] for row in emitted])
-        for row in emitted:
-            length = int(num_tokens_no_spec[row])
-            if (most := min(self._most, self._longest - length - 1)) > 0:
-                drafting.append(row)
-                budgets.append(most)
-        for row, draft in zip(drafting, self.drafter.propose([names[row] for row in drafting], budgets), strict=True):
+        requests, tokens = [names[row] for row in emitted], [sampled_token_ids[row] for row in emitted]
+        self.drafter.learn_batch(requests, tokens, [rows[row] for row in emitted])
+        drafts = [list[int]() for _ in sampled_token_ids]
+        for row, draft in zip(emitted, self.drafter.propose(requests, budgets), strict=True):
             drafts[row] = draft.ids
         if sum(fed) == scheduled.total_num_scheduled_tokens:
             self._last = sum(fed), sum(map(len, sampled_token_ids))
@@ -174,11 +168,10 @@ def _check_version() -> None:
     import vllm
 
     found = str(vllm.__version__)
-    if not any(found == version or found.startswith(f"{version}.") for version in VERSIONS):
-        tried = ", ".join(f"{version}.*" for version in VERSIONS)
+    if not f"{found}.".startswith(f"{VERSION}."):
         raise UnsupportedError(
-            f"vLLM {found} is not one of the versions that lade.engines.vllm was tried with ({tried})",
-            "install one of them: pip install 'vllm==0.32.*'",
+            f"vLLM {found} is not of the version that lade.engines.vllm was tried with ({VERSION}.*)",
+            f"install that: pip install 'vllm=={VERSION}.*'",
         )
 
 
@@ -193,13 +186,6 @@ def _settings(additional: Any) -> Mapping[str, Any]:
     if not isinstance(settings.get("memory", ""), str):
         raise ConfigError("additional_config['lade']['memory']", settings["memory"], "give the path of a file")
     return settings
-
-
-def _loaded(path: str | None) -> Memory:
-    """Return the memory in a file, or an empty one if there is no such file."""
-    from lade.memory import Memory
-
-    return Memory() if path is None or not os.path.exists(path) else Memory.load(path)
 
 
 def _hook_runner() -> None:

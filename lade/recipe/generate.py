@@ -22,14 +22,10 @@ REMEDY = (
 
 
 def lookahead_from(value: Any) -> Lookahead:
-    """Read a value of `lookahead=`.
+    """Return a value of `lookahead=` as `lade.generate` takes it.
 
-    Args:
-        value: what `lade.generate` takes; or the fields of a `LookaheadConfig` as a mapping, as a JSON object in a
-            string, or as `name=value` with commas, semicolons or spaces between; or "none".
-
-    Returns:
-        A `LookaheadConfig`, "auto", or None for plain decoding.
+    It may also be the fields of a `LookaheadConfig` as a mapping, as a JSON object in a string, or as `name=value` with
+    commas, semicolons or spaces between; or "none".
 
     Raises:
         ConfigError: it is none of these, or a field does not exist or is out of range.
@@ -97,14 +93,8 @@ class OwnGenerate:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
     """Decode as `lade.generate` does, called as a recipe is: with the arguments of `model.generate`, unprepared.
 
-    Args:
-        model: whose `generate` was called.
-        args: positional arguments of `model.generate`.
-        kwargs: the others. `lookahead` (default "auto") may also be text or a mapping, see `lookahead_from`; `stats`
-            is as in `lade.generate`. With another `custom_generate` among them this is just the class's own `generate`.
-
-    Returns:
-        What `model.generate` returns.
+    `lookahead` (default "auto") may also be text or a mapping, see `lookahead_from`; `stats` is as in `lade.generate`.
+    With another `custom_generate` among the arguments this is just the class's own `generate`.
 
     Raises:
         TypeError: an argument is given twice, or there are too many.
@@ -124,9 +114,5 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Generated:
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name."""
-    positional = inspect.signature(type(model).generate).bind(model, *args).arguments
-    named = dict(list(positional.items())[1:])  # without self
-    twice = sorted(named.keys() & kwargs.keys())
-    if twice:
-        raise TypeError(f"generate() got multiple values for argument {twice[0]!r}")
-    return {**named, **kwargs}
+    _, *named = inspect.signature(type(model).generate).bind(model, *args, **kwargs).arguments.items()
+    return {**{name: value for name, value in named if name != "kwargs"}, **kwargs}

@@ -11,9 +11,8 @@ change what a pass costs, and running 256 tokens through a large model on a CPU 
 measured.
 
 A curve is measured at one length of the cache. At other lengths passes cost more or less, by much the same factor for
-all sizes (`lade doctor --cached 1024` shows it), and `StepCost.observe` follows it.
-
-Nothing else is touched: no hook, no setting, no torch generator.
+all sizes (`lade doctor --cached 1024` shows it), and `StepCost.observe` follows it. Nothing else is touched: no hook,
+no setting, no torch generator.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from lade.cli.prompts import PromptSource
+from lade.cli.generate import Asked
 from lade.errors import InputError
 
 CONTEXT = 512  # of the model in conftest.py
@@ -59,7 +59,7 @@ def test_prompts_that_are_none(generate, monkeypatch):
     fails(generate("", prompt=None), "empty")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(InputError, match=r"exactly one prompt .* --prompts FILE, or through a pipe"):
-        PromptSource().read()
+        Asked().read()
     monkeypatch.undo()
     fails(generate("-", prompt=None, stdin=b"caf\xe9 au lait"), "standard input", "not UTF-8", "byte 3")
     fails(generate(prompt="caf\udce9"), "not UTF-8")

@@ -10,7 +10,7 @@ from lade.cli import loading
 from lade.cli.loading import load as load_model
 from lade.cli.options.decoding import Output, Speed
 from lade.cli.options.model import Loading
-from lade.cli.serve_model import load as load_served
+from lade.cli.serve import load_served
 from lade.cli.terminal import Terminal
 from lade.errors import UnsupportedModelError
 from lade_lab.results import Results

@@ -40,7 +40,7 @@ def show(folder):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_what_plain_generate_writes(show, plain, tokenizer, method):
     made, loaded = show()
-    lane, ids, drawn = Lane(method), loaded.encode(PROMPT), []
+    lane, ids, drawn = Lane(method), loaded.tokenizer(PROMPT)["input_ids"], []
     made.answer(lane, ids, 30, lambda: drawn.append(len(lane.token_ids)))
     expected = plain(tokenizer(PROMPT)["input_ids"], 30)
     assert lane.token_ids == expected and lane.text.plain == tokenizer.decode(expected)
@@ -55,7 +55,7 @@ def test_drawing_does_not_count(show, monkeypatch):
     made, loaded = show()
     for method in METHODS:
         lane = Lane(method)
-        made.answer(lane, loaded.encode(PROMPT), 8, lambda: now.__setitem__(0, now[0] + 1000.0))
+        made.answer(lane, loaded.tokenizer(PROMPT)["input_ids"], 8, lambda: now.__setitem__(0, now[0] + 1000.0))
         assert lane.seconds == 0.0
 
 
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_it(lade, folder, monkeypatch):
 def test_on_a_terminal_the_methods_stand_side_by_side(show):
     console = Console(force_terminal=True, color_system="truecolor", width=120, height=40, record=True)
     made, loaded = show(12, "live", console)
-    made.race(PROMPT, loaded.encode(PROMPT))
+    made.race(PROMPT, loaded.tokenizer(PROMPT)["input_ids"])
     lines = console.export_text().splitlines()
     assert any(all(name in line for name in METHODS) for line in lines), "in one line"
     assert any(line.count("12 tokens") == len(METHODS) for line in lines)

@@ -8,8 +8,8 @@ from spies import failing
 from test_cli_errors import fails
 
 from lade.cli import terminal as module
+from lade.cli.generate import Asked
 from lade.cli.loading import from_pretrained
-from lade.cli.prompts import PromptSource
 from lade.cli.terminal import terminal
 
 DEEP = "[" * 100_000
@@ -127,6 +127,6 @@ def test_a_bug_is_not_called_an_error_of_the_user(problem):
 def test_a_reader_that_goes_away_is_no_error(lade, monkeypatch):
     """As `head` does: the frame of all commands ends with it, without a word."""
 
-    failing(monkeypatch, PromptSource, "read", BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    failing(monkeypatch, Asked, "read", BrokenPipeError(errno.EPIPE, "Broken pipe"))
     result = lade(*GENERATE)
     assert (result.exit_code, result.output) == (1, "")

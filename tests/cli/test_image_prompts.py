@@ -19,7 +19,7 @@ from lade.cli import encoder
 from lade.cli.loading import from_pretrained
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
-from lade.cli.serve_model import load
+from lade.cli.serve import load_served
 from lade.cli.terminal import terminal
 from lade.server.app import build_app
 from lade.server.service import Service
@@ -116,7 +116,7 @@ def test_generate_answers_about_images(lade, seeing, pictures, options):
 def test_a_server_answers_about_images(seeing, pictures, monkeypatch):
     no_warm_up(monkeypatch)
     with terminal() as term:
-        service = Service(Settings(max_rows=2), partial(load, Loading(model=str(seeing)), Speed(), None, term))
+        service = Service(Settings(max_rows=2), partial(load_served, Loading(model=str(seeing)), Speed(), None, term))
         with TestClient(build_app(service), base_url="http://localhost") as client:
             while service.phase == "loading" and service.problem is None:
                 time.sleep(0.01)

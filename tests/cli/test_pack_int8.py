@@ -117,6 +117,6 @@ def test_a_long_list_of_kept_layers_is_cut_short_and_small_models_have_their_ten
     lade, folder, text, small_layers_count
 ):
     shown = " ".join(lade("pack", folder, "--check", text, "--keep", "layers.*").stdout.split())
-    assert "model.layers.1.self_attn.q_proj and 6 more 0.1 MB -> 0.1 MB" in shown, shown
+    assert "model.layers.1.self_attn.q_proj and 6 more 140.2 kB -> 125.8 kB" in shown, shown
     facts = json.loads(lade("pack", folder, "--check", text, "--keep", "layers.*", "--json").stdout)
     assert len(facts["kept_layers"]) == 14

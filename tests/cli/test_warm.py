@@ -148,7 +148,7 @@ def test_ctrl_c_saves_what_it_has(warm, out, at_step, tokenizer):
 
 def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
     asked = []
-    asked = watched(monkeypatch, LoadedModel, "encode", lambda *_: press_ctrl_c() if len(asked) == 1 else None)
+    asked = watched(monkeypatch, LoadedModel, "check", lambda *_: press_ctrl_c() if len(asked) == 1 else None)
     result = warm("--json")
     assert result.exit_code == 130 and json.loads(result.stdout)["prompts"] == 2
     assert len(Memory.load(out)) > 0
@@ -157,8 +157,8 @@ def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
 def test_it_saves_now_and_then(warm, out, monkeypatch):
     """Whatever ends it: what was saved before is there."""
     monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
-    failing(monkeypatch, LoadedModel, "encode", RuntimeError("the machine is gone"), calls={3})
-    seen = watched(monkeypatch, LoadedModel, "encode", lambda *_: len(Memory.load(out)) if out.exists() else 0)
+    failing(monkeypatch, LoadedModel, "check", RuntimeError("the machine is gone"), calls={3})
+    seen = watched(monkeypatch, LoadedModel, "check", lambda *_: len(Memory.load(out)) if out.exists() else 0)
     assert isinstance(warm().exception, RuntimeError)
     assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
 

@@ -14,11 +14,11 @@ import torch
 from torch import distributed as dist
 from transformers import GenerationConfig
 
+from lade import ConfigError, InputError, Memory, UnsupportedModelError, load_gguf
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.processes.leader import connect
 from lade.backends.processes.team import dismiss, team_of
@@ -35,9 +35,7 @@ from lade.cli.loading.from_pretrained import (
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.hf.distributed import follow_until_dismissed
-from lade.memory import Memory
 from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.prepared import placeholder_ids
 from lade.model.supports import supports, unwrap
@@ -112,12 +110,6 @@ class LoadedModel:
         if self.context is None or not (within or self.context_is_hard):
             return max_new_tokens
         return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is never fed
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, special tokens included; see `check`."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        self.check(ids)
-        return ids
 
     def check(self, ids: list[int]) -> None:
         """Raise `InputError` for ids that the model cannot continue."""
@@ -201,11 +193,11 @@ def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
 
 
 def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
-    """Return `lookahead` with the draft memory of a file; None for the file changes nothing."""
+    """Return `lookahead` with the draft memory of a file, or an empty one that will be saved there, if one is named."""
     if memory is None:
         return lookahead
     assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead ensures it"
-    return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer))
+    return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer) if memory.exists() else Memory())
 
 
 def is_made_invariant(model: Any, wanted: bool | None) -> bool:
@@ -220,17 +212,6 @@ def _unneeded(model: Any) -> str:
     if not packing.rounds_visibly(model):
         return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
     return make_invariant.refusal(model)
-
-
-def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> str | None:
-    """Prepack linear layers: if `wanted` or for panels, else if it pays; return why not."""
-    term.show_status("packing the weights")
-    if not (wanted or panels):
-        return pack_if_it_pays(model)
-    if panels and not packing.packable(model):
-        return "its layers are small"
-    packing.pack(model, panels=panels)
-    return None
 
 
 def _set_up(
@@ -254,8 +235,15 @@ def _set_up(
     rounds, on_cpu = packing.rounds_visibly(model), model.device.type == "cpu"
     wanted = is_made_invariant(model, invariant)
     packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
-    if pack or packs_in_panels or (pack is None and not rounds and on_cpu):
-        undone["packed"] = _pack(model, term, wanted=bool(pack), panels=packs_in_panels) or ""
+    if packs_in_panels and not packing.packable(model):
+        undone["packed"] = "its layers are small"
+    elif pack or packs_in_panels:
+        term.show_status("packing the weights")
+        packing.pack(model, panels=packs_in_panels)
+        undone["packed"] = ""
+    elif pack is None and on_cpu and not rounds:
+        term.show_status("packing the weights")
+        undone["packed"] = pack_if_it_pays(model) or ""
     elif pack is None:
         undone["packed"] = "it would change the last bits: --pack" if on_cpu else "packing is for the CPU"
     if not wanted:
@@ -315,12 +303,10 @@ def _target(loading: Loading, processes: int) -> torch.device | None:
     """Return the device to load to; None where layers go to several."""
     if loading.device_map is not None or processes > 1:
         return None
-    return _device("cpu" if loading.weights is not None and loading.device == "auto" else loading.device)
-
-
-def _device(name: str) -> torch.device:
+    name = loading.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = name if loading.weights is None else "cpu"
     try:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()

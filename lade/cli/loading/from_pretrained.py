@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import (
@@ -21,22 +20,25 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedTokenizerBase,
+    QuantoConfig,
+    TorchAoConfig,
 )
-from transformers.utils import logging as _logging
+from transformers.utils import logging as untyped_logging
 
+from lade import ConfigError, InputError
 from lade.backends.cpu.packing.gguf_file import gguf_file
 from lade.cli.options.model import EMBEDDED, Loading, folder_of
 from lade.cli.terminal import Terminal, one_line
-from lade.errors import ConfigError, InputError
 
+logging: Any = untyped_logging
 _SILENT = 50  # logging.CRITICAL
 
 
 @contextmanager
 def downloading(term: Terminal) -> Iterator[None]:
     """Show the hub's download bars and transformers' loading bars, and suspend the status line."""
-    logging: Any = _logging  # untyped
     term.suspend_status(True)
     logging.enable_progress_bar()
     try:
@@ -49,7 +51,6 @@ def downloading(term: Terminal) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Switch off transformers' progress bars and advice, and restore them afterwards."""
-    logging: Any = _logging  # untyped
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
     logging.disable_progress_bar()
@@ -174,35 +175,22 @@ class Scheme:
 
     @property
     def installed(self) -> bool:
-        """True if the library is installed."""
-        try:
-            return find_spec(self.module) is not None
-        except ModuleNotFoundError:  # the parent package
-            return False
+        """True if the library is installed, as far as can be told without importing it."""
+        return find_spec(self.module.partition(".")[0]) is not None
 
 
-def _torchao(name: str) -> Scheme:
-    def config() -> Any:
-        return transformers.TorchAoConfig(getattr(import_module("torchao.quantization"), name)())
-
-    return Scheme("torchao", "torchao", config)
+def _torchao(name: str) -> Any:
+    return TorchAoConfig(getattr(import_module("torchao.quantization"), name)())
 
 
-def _bitsandbytes(**fields: Any) -> Scheme:
-    return Scheme("bitsandbytes", "bitsandbytes", lambda: transformers.BitsAndBytesConfig(**fields))
-
-
-def _quanto(weights: str) -> Scheme:
-    return Scheme("optimum-quanto", "optimum.quanto", lambda: transformers.QuantoConfig(weights=weights))
-
-
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 SCHEMES = {
-    "bnb-4bit": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16),
-    "bnb-8bit": _bitsandbytes(load_in_8bit=True),
-    "quanto-int4": _quanto("int4"),
-    "quanto-int8": _quanto("int8"),
-    "torchao-float8": _torchao("Float8WeightOnlyConfig"),
-    "torchao-int8": _torchao("Int8WeightOnlyConfig"),
+    "bnb-4bit": Scheme("bitsandbytes", "bitsandbytes", lambda: BitsAndBytesConfig(**_NF4)),
+    "bnb-8bit": Scheme("bitsandbytes", "bitsandbytes", lambda: BitsAndBytesConfig(load_in_8bit=True)),
+    "quanto-int4": Scheme("optimum-quanto", "optimum.quanto", lambda: QuantoConfig(weights="int4")),
+    "quanto-int8": Scheme("optimum-quanto", "optimum.quanto", lambda: QuantoConfig(weights="int8")),
+    "torchao-float8": Scheme("torchao", "torchao", lambda: _torchao("Float8WeightOnlyConfig")),
+    "torchao-int8": Scheme("torchao", "torchao", lambda: _torchao("Int8WeightOnlyConfig")),
 }
 
 

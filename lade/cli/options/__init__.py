@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from lade.errors import ConfigError
+from lade import ConfigError
 
 T = TypeVar("T")
 Takes = tuple[Callable[[Any], bool], str]
@@ -113,35 +113,29 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     return found
 
 
-class ShellCommand(TyperCommand):
-    """Command whose help shows a placeholder such as FILE beside an option, and never a Python type."""
+class _WithoutTypes:
+    """Shows a placeholder such as FILE beside an option in the help, and never a Python type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return arguments and options, --help included."""
-        return _without_types(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in parameters:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+            elif isinstance(each, TyperArgument):  # its name stands in the first column
+                each.__dict__["display_type_rich"] = lambda ctx: None
+        return parameters
 
 
-class ShellGroup(TyperGroup):
-    """Group of commands with the help of `ShellCommand`."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return arguments and options, --help included."""
-        return _without_types(super().get_params(ctx))
+class ShellCommand(_WithoutTypes, TyperCommand):
+    """A command of the shell."""
 
 
-def _without_types(parameters: list[Any]) -> list[Any]:
-    for each in parameters:
-        if getattr(each, "is_flag", False):
-            each.metavar = ""
-        elif isinstance(each, TyperArgument):  # its name stands in the first column
-            each.__dict__["display_type_rich"] = lambda ctx: None
-    return parameters
+class ShellGroup(_WithoutTypes, TyperGroup):
+    """A group of commands of the shell."""
 
 
-PANEL = "Output"
-
-
-_flag = options_in(PANEL)
+_flag = options_in("Output")
 
 
 @dataclass(frozen=True)

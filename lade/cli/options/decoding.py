@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from lade.cli.options import PANEL as OUTPUT_PANEL
-from lade.cli.options import Output, grouped, options_in
-from lade.cli.options.model import PANEL as MODEL_PANEL
+import lade
+from lade import ConfigError, InputError
+from lade.cli.options import Checked, Output, Takes, grouped, options_in
 from lade.cli.options.model import Loading, ModelChoice, NamedModel, Template
 from lade.cli.prompts import check_text, read_text
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from lade.grammar import Grammar
 
 __all__ = ["Loading", "ModelChoice", "NamedModel", "Output", "Template", "grouped"]
 """Re-exported: commands take all shared options from here."""
@@ -32,7 +28,7 @@ _DRAWN_SEEDS = 2**32  # short enough to type, and exact in every JSON reader
 _SEEDS = 2**63
 _MAX_BEAMS, _MAX_TOKENS, _MAX_STOP_LENGTH = 256, 10**9, 200
 _ONLY_SAMPLING = ("top_k", "top_p", "min_p", "seed")
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_RANGES: dict[str, Takes] = {
     "temperature": (lambda value: value == 0 or 1e-10 <= value <= 1e10, "give 0 for greedy, or 1e-10 to 1e10"),
     "top_k": (lambda value: value >= 0, "give a whole number >= 1, or 0 for no limit"),
     "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
@@ -64,10 +60,10 @@ _METHOD = "plain, adaptive, lookahead (the paper's), or auto: adaptive if suppor
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(Checked):
     """Drafting options; None is "not given"."""
 
-    method: str | None = _speed(None, "NAME", _METHOD, words=METHODS)
+    method: str | None = _speed(None, "NAME", _METHOD, one_of=METHODS)
     memory: Path | None = _speed(None, "FILE", "Draft memory made by lade warm, for the adaptive method.")
     pack: Pack = None
     invariant: Invariant = None
@@ -82,21 +78,19 @@ class Speed:
         The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`. Its file has to exist,
         unless `new_memory`.
         """
-        method = self.method
-        if method not in (*METHODS, None):
-            raise ConfigError("method", method, f"give one of {', '.join(METHODS)}")
         sizes: dict[str, Any] = _given(window=self.window, ngram=self.ngram, guesses=self.guesses)
         extras: dict[str, Any] = _given(budget=self.budget, memory=self.memory)
+        self.check()
         self._check_together(sizes, extras)
         if self.memory is not None and not new_memory and not self.memory.is_file():
             raise InputError(
                 f"memory file {str(self.memory)!r} does not exist: check the path, or create it with lade warm"
             )
-        if method == "plain":
+        if self.method == "plain":
             return None
-        if sizes or method == "lookahead":
+        if sizes or self.method == "lookahead":
             return LookaheadConfig(**sizes, adaptive=False)
-        return LookaheadConfig(budget=self.budget, adaptive=True) if extras or method == "adaptive" else "auto"
+        return LookaheadConfig(budget=self.budget, adaptive=True) if extras or self.method == "adaptive" else "auto"
 
     def _check_together(self, sizes: dict[str, Any], extras: dict[str, Any]) -> None:
         if self.method == "plain" and (sizes or extras):
@@ -112,26 +106,13 @@ class Speed:
 
 
 MaxNewTokens = Annotated[
-    int,
-    typer.Option("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate."),
+    int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate.")
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        rich_help_panel=MODEL_PANEL,
-        help="CPU threads. Default: torch's; 1 for the embedded model.",
-    ),
+    typer.Option(metavar="N", rich_help_panel="Model", help="CPU threads. Default: torch's; 1 for the embedded model."),
 ]
-Images = Annotated[
-    list[Path] | None,
-    typer.Option("--image", metavar="FILE", help="Image before the prompt. Repeatable."),
-]
-PredictionFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Expected answer, such as the file to be edited."),
-]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT_PANEL, help="JSON instead of text.")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel="Output", help="JSON instead of text.")]
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -240,25 +221,23 @@ class StructuredOutput:
     )
     grammar: Path | None = _grammar_option(None, "FILE", "Answer with text of the Lark grammar in this file.")
 
-    def read(self) -> Grammar | None:
+    def read(self) -> lade.Grammar | None:
         """Return the grammar; None without these options."""
         if not self._given:
             return None
         if len(self._given) > 1:
             (first, _), (name, value), *_ = self._given
             raise ConfigError(name, value, f"contradicts --{first}")
-        from lade.grammar import Grammar
-
         if self.json_schema is not None:
             schema = read_text(self.json_schema, "JSON schema")
             with self._named():
-                return Grammar.json_schema(schema)
+                return lade.Grammar.json_schema(schema)
         if self.grammar is not None:
-            return Grammar.lark(read_text(self.grammar, "grammar"))
+            return lade.Grammar.lark(read_text(self.grammar, "grammar"))
         check_text(self.regex or "", "the pattern of --regex")
-        return Grammar.regex(self.regex or "")
+        return lade.Grammar.regex(self.regex or "")
 
-    def check(self, grammar: Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
+    def check(self, grammar: lade.Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
         """Compile the result of `read` for a tokenizer, which finds most errors of grammars."""
         if grammar is not None:
             with self._named():
@@ -267,7 +246,7 @@ class StructuredOutput:
     @property
     def _given(self) -> list[tuple[str, str]]:
         """Names and values of the options that were given."""
-        values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
+        values = {_option_name(each.name): getattr(self, each.name) for each in fields(self)}
         return [(name, str(value)) for name, value in values.items() if value is not None]
 
     @contextmanager

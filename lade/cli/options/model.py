@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from lade import ConfigError
 from lade.cli.options import Checked, options_in
 from lade.cli.prompts import check_text
-from lade.errors import ConfigError
 
-PANEL = "Model"
 EMBEDDED = "embedded"
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -24,8 +23,7 @@ WEIGHTS = ("int8", "int4")
 """Integer formats of `lade.pack`."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
 
-_option, _expert = options_in(PANEL), options_in("Model loading")
-
+_option, _expert = options_in("Model"), options_in("Model loading")
 
 NamedModel = Annotated[
     str | None,
@@ -165,7 +163,6 @@ def folder_of(name: str) -> Path:
     return Path(name)
 
 
-TEMPLATE_PANEL = "Chat template"
 _RESERVED = frozenset(
     """
     conversation max_length padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs
@@ -175,7 +172,7 @@ _RESERVED = frozenset(
 """Arguments of `apply_chat_template` that are set here."""
 
 
-_template_option = options_in(TEMPLATE_PANEL)
+_template_option = options_in("Chat template")
 
 
 @dataclass(frozen=True)
