@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lade.config import LookaheadConfig
+from lade.config import SIZES, LookaheadConfig
 from lade.decoding.drafting.controller import Budget, Controller, FixedBudget
 from lade.decoding.drafting.drafter import (
     LEAD,
-    LONGEST_LEAD,
+    LONGEST_CHAIN,
     Candidates,
     Constraint,
     Draft,
@@ -36,13 +36,11 @@ from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
-COLUMNS, NGRAM = 16, 5
+COLUMNS = 16
+NGRAM = SIZES["ngram"]
 """Sizes of the lookahead window; each step feeds as many of its columns as fit."""
 LEAST_COLUMNS = 3
 """Smallest window that pays for its cells."""
-_NOTHING = ((1, 0.0),)
-"""Growth stages of a tree that consists of its root."""
-
 
 Tokens = tuple[int, ...]
 
@@ -233,7 +231,7 @@ class AdaptiveDrafter(Drafter):
         guesses = self._guesses(context, lead)
         resting = self.budget.skip_drafting() and not lead
         plain = resting and not any(not own.scores or self.budget.worth_verifying(own.scores) for own in guesses)
-        stages = _NOTHING if resting else self.budget.stages()
+        stages = [(1, 0.0)] if resting else self.budget.stages()  # the root alone
         if self.mtp is not None:
             self._tree.drop_predictions()
         if self.learns_prompts and not plain:
@@ -263,7 +261,7 @@ class AdaptiveDrafter(Drafter):
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """Return the tokens that a grammar forces next, up to the number that may be fed."""
-        most = min(LONGEST_LEAD, self.budget.most - 1)
+        most = min(LONGEST_CHAIN, self.budget.most - 1)
         return constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
 
     def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
