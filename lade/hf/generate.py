@@ -31,7 +31,7 @@ from lade.hf.call import (
     refuse_streamed_segments,
     shared,
 )
-from lade.hf.session import Session, session_for
+from lade.hf.session import Session, run_of
 from lade.model.prepared import Prepared
 from lade.stats import Stats, Step
 
@@ -98,9 +98,9 @@ def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]
 
 def _decode_prepared(call: Call, prepared: Prepared, *, unassisted: bool = True) -> Generated:
     """Decode prepared inputs; `unassisted` as in `decoding_method`, false where `model.generate` is called again."""
-    session = session_for(call, prepared)
-    if session is not None:
-        return session.run()
+    run = run_of(call, prepared)
+    if run is not None:
+        return run()
     plain = import_module("lade.hf.plain")  # few calls need it
     return cast(Generated, plain.decode_prepared(prepared, call.stats, call.streamer, unassisted=unassisted))
 

@@ -32,7 +32,7 @@ from typing import Any, Protocol, Self
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.decoding.loop import PromptLogitsHook
+from lade.decoding.loop import PromptLogitsHook, Texts
 from lade.errors import UnsupportedArgumentError
 from lade.model.facts import CACHE, ModelFacts, as_cache
 from lade.model.inputs import MaskPlan
@@ -163,7 +163,7 @@ class FrequencySwitch:
     def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
         self._model, self._length, self._device = model, length, device
 
-    def recomputes(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+    def recomputes(self, rows: Texts, cache: TreeCache) -> bool:
         """Return whether plain decoding drops the cache here and recomputes the text with new frequencies."""
         if self._length is None or not cache.get_seq_length():
             return False
@@ -296,11 +296,7 @@ class PromptPasses:
         return passes
 
     def feed(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
+        self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed the tokens that are not cached yet; return the logits of the last tokens, `[P, V]`.
 
@@ -351,11 +347,7 @@ class PromptPasses:
             hook(numbers, start, own)
 
     def _feed_padded(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
+        self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed prompts of several lengths in one pass. Attention is causal, so no token sees the padding after it.
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
-from lade.decoding.loop import PromptLogitsHook, Reader
+from lade.decoding.loop import PromptLogitsHook, Reader, Texts
 from lade.decoding.mtp import MtpHabits, MtpLayer
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.cache_layers import Recurrence
@@ -201,9 +201,7 @@ class EagerRunner:
         return sum(max(group) * sum(prompts[length] for length in group) for group in self._groups(prompts))
 
     @torch.no_grad()
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
-    ) -> torch.Tensor:
+    def prefill(self, rows: Texts, cache: TreeCache, hook: PromptLogitsHook | None = None) -> torch.Tensor:
         """Feed the tokens that are not cached yet, as transformers does (in chunks if configured), each prompt once.
 
         Prompts of several lengths are padded on the right where that saves more than it costs; others are fed into
@@ -256,11 +254,7 @@ class EagerRunner:
         return logits
 
     def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
+        self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed prompts in one pass; `sharing` lists the rows of each prompt. Return logits `[P, V]`."""
         cached = cache.get_seq_length()
@@ -279,7 +273,7 @@ class EagerRunner:
         cache.begin()
 
     @torch.no_grad()
-    def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
+    def forward(self, trees: Sequence[TokenTree], rows: Texts, cache: TreeCache) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree.
 
         In rows with a smaller tree the logits after its last node are undefined.
@@ -297,19 +291,20 @@ class EagerRunner:
             return logits
         inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._patched_for(inputs, trees, cache), self.mode(self._slot_patches, self._recurrence):
-            self._stopwatch.start(self.device)
-            logits = self.model(**arguments).logits
-            self._stopwatch.stop(logits.device)
-        self._note_shape(logits)
+        logits = self._timed_pass(arguments, self._patched_for(inputs, trees, cache))
         cache.count(*inputs.ids.shape)
-        return ordinary(logits)
+        return logits
 
-    def _note_shape(self, logits: torch.Tensor) -> None:
-        """Tell whether a pass with logits `[B, S, V]` was the first of its shape."""
+    def _timed_pass(self, arguments: Mapping[str, Any], patched: AbstractContextManager[object]) -> torch.Tensor:
+        """Return the logits `[B, S, V]` of a pass over trees; note its time, and if it was the first of its shape."""
+        with patched, self.mode(self._slot_patches, self._recurrence):
+            self._stopwatch.start(self.device)
+            logits: torch.Tensor = self.model(**arguments).logits
+            self._stopwatch.stop(logits.device)
         shape = logits.shape[0], logits.shape[1]
         self.prepared = shape not in self.shapes
         self.shapes.add(shape)
+        return ordinary(logits)
 
     def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
         """Build the inputs of a pass; lone roots are fed as in plain decoding, unless patches need other inputs."""
@@ -351,12 +346,7 @@ class EagerRunner:
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         patched = self._slot_patches.patched_for(inputs) if self._slot_patches else nullcontext()
-        with patched, self.mode(self._slot_patches, self._recurrence):
-            self._stopwatch.start(self.device)
-            logits: torch.Tensor = self.model(**arguments).logits
-            self._stopwatch.stop(logits.device)
-        self._note_shape(logits)
-        return ordinary(logits)
+        return self._timed_pass(arguments, patched)
 
     def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:
         """Return the model's arguments for one pass over trees; offsets `[axes, B, 1]` are added to the positions."""
