@@ -291,20 +291,19 @@ class EagerRunner:
             return logits
         inputs = self._inputs(trees, cache.lengths)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        logits = self._timed_pass(arguments, self._patched_for(inputs, trees, cache))
-        cache.count(*inputs.ids.shape)
-        return logits
-
-    def _timed_pass(self, arguments: Mapping[str, Any], patched: AbstractContextManager[object]) -> torch.Tensor:
-        """Return the logits `[B, S, V]` of a pass over trees; note its time, and if it was the first of its shape."""
-        with patched, self.mode(self._slot_patches, self._recurrence):
+        with self._patched_for(inputs, trees, cache), self.mode(self._slot_patches, self._recurrence):
             self._stopwatch.start(self.device)
-            logits: torch.Tensor = self.model(**arguments).logits
+            logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
+        self._note_shape(logits)
+        cache.count(*inputs.ids.shape)
+        return ordinary(logits)
+
+    def _note_shape(self, logits: torch.Tensor) -> None:
+        """Tell whether a pass with logits `[B, S, V]` was the first of its shape."""
         shape = logits.shape[0], logits.shape[1]
         self.prepared = shape not in self.shapes
         self.shapes.add(shape)
-        return ordinary(logits)
 
     def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
         """Build the inputs of a pass; lone roots are fed as in plain decoding, unless patches need other inputs."""
@@ -346,7 +345,12 @@ class EagerRunner:
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
         patched = self._slot_patches.patched_for(inputs) if self._slot_patches else nullcontext()
-        return self._timed_pass(arguments, patched)
+        with patched, self.mode(self._slot_patches, self._recurrence):
+            self._stopwatch.start(self.device)
+            logits: torch.Tensor = self.model(**arguments).logits
+            self._stopwatch.stop(logits.device)
+        self._note_shape(logits)
+        return ordinary(logits)
 
     def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:
         """Return the model's arguments for one pass over trees; offsets `[axes, B, 1]` are added to the positions."""

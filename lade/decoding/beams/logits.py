@@ -252,15 +252,13 @@ class PassMeter:
     def end(self) -> None:
         """Report the last pass."""
         steps = [
-            Step(self.passes, list(tokens), list(sources), max(1, fed), self._seconds)
+            Step(self.passes, tokens, sources, max(1, fed), self._seconds)
             for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
             if tokens
         ]
         if steps:
             self._stats.add(*steps, forward_s=self._forward_s)
-        for tokens, sources in zip(self._tokens, self._sources, strict=True):
-            tokens.clear()
-            sources.clear()
+        self._tokens, self._sources = [[] for _ in self._tokens], [[] for _ in self._sources]
         self.passes += 1
 
 

@@ -93,6 +93,7 @@ class UserSource:
         now: returns the time in seconds.
 
     Attributes:
+        name: name of the proposed tokens.
         problem: the first error; nothing is proposed after it.
         observes, observes_prompt: whether the drafter observes the predictions of passes, and those of the prompt.
     """
@@ -111,7 +112,7 @@ class UserSource:
     ) -> None:
         self._draws = nullcontext() if draws is None else draws
         self.problem: Exception | None = None
-        self._drafter, self._request = drafter, object()
+        self._drafter, self.name, self._request = drafter, drafter.name, object()
         self._vocabulary, self._excluded, self._longest = vocabulary, frozenset(excluded), longest
         self._most = getattr(drafter, "continuations", UserDrafter.continuations)
         self._ranks = [Agreement() for _ in range(self._most)]
@@ -125,11 +126,6 @@ class UserSource:
         self._proposals = self._skipped = 0
         self._asking_s = self._saved = 0.0  # per proposal: seconds, and accepted tokens
         self._token_s = 0.0  # recent seconds per token of the row
-
-    @property
-    def name(self) -> str:
-        """Name of the proposed tokens."""
-        return self._drafter.name
 
     def begin(self, prompt: Sequence[int], new: Sequence[int]) -> None:
         """Begin the row's text with a prompt and the first tokens of the answer."""
