@@ -240,8 +240,7 @@ def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_followed_in_the_prompt_is_kept_if_it_may_be_read(reads):
     memory, prompt = Memory(), [3, 1, 4, 1, 5]
-    config = LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads)
-    AdaptiveDrafter(config).begin([*prompt, 9], len(prompt))
+    AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads)).begin([*prompt, 9], len(prompt))
     for end, token in enumerate([1, 4, 1, 5, 9], start=1):
         assert known(memory, prompt[:end]) == ([], [{token: 255}] * len(TEXT_ORDERS) if reads else [])
     assert known(memory, [*prompt, 9]) == ([], [])
@@ -282,11 +281,10 @@ def model():
 @pytest.mark.parametrize("reads", [True, False])
 def test_prompts_are_read_only_if_they_may_be(model, reads):
     memory = Memory()
-    config = LookaheadConfig(memory=memory, prompt_ngrams=reads)
-    lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=config)
+    lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads))
     assert (len(memory) > 0) is reads
     assert [len(rows) for rows in memory.lookup([1, 2])] == ([len(ORDERS), len(TEXT_ORDERS)] if reads else [0, 0])
-    assert AdaptiveDrafter(config, FixedBudget(8)).wants_prompt_entries is reads
+    assert AdaptiveDrafter(LookaheadConfig(budget=8, prompt_ngrams=reads)).wants_prompt_entries is reads
 
 
 def test_a_seed_changes_the_window_and_not_the_text(model):
