@@ -50,7 +50,7 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding import loop
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import Controller, FixedBudget
+from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.kernels.layout import BITS, WIDTH, Ints
@@ -272,7 +272,8 @@ def replayed(model: Any, texts: list[Written], budget: int, pass_s: float) -> li
     for text in texts:
         excluded, vocabulary = special_ids(model.generation_config), vocabulary_of(model)
         sources = [OwnText((), excluded)]
-        drafter = AdaptiveDrafter(memory, FixedBudget(budget), excluded, vocabulary=vocabulary, sources=sources)
+        config = lade.LookaheadConfig(memory=memory, budget=budget)
+        drafter = AdaptiveDrafter(config, None, excluded, vocabulary=vocabulary, sources=sources)
         end, first = len(text.tokens), text.said[0]
         row = Row(text.prompt, drafter, Greedy(), lambda tokens, end=end: len(tokens) >= end)  # type: ignore[misc]
         assert first.entries is not None

@@ -96,9 +96,9 @@ class LockStepRow(BranchRow):
 
     def prune(self) -> list[int]:
         """Drop nodes that the text cannot reach; return the nodes that stay in the cache, in the old numbering."""
-        pruned = self.branches.prune([self._node])
-        self._node = pruned.numbers[self._node]
-        return pruned.kept
+        kept, numbers = self.branches.prune([self._node])
+        self._node = numbers[self._node]
+        return kept
 
     def look_ahead(self, room: int | None) -> None:
         """Find the root of the next draft: the end of the text's known continuation, at most `room` levels after it."""

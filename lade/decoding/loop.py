@@ -45,6 +45,8 @@ CacheT = TypeVar("CacheT", bound=KVCache)
 CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
 
 
+Texts = Sequence[Sequence[int]]
+"""Token ids of several rows or prompts."""
 PromptLogitsHook = Callable[[Sequence[int], int, torch.Tensor], None]
 """Called with `(rows, start, logits)`: indices of the rows that share a prompt, and the logits `[T, V]` of its tokens
 from index `start` on."""
@@ -68,9 +70,7 @@ class PromptRunner(Protocol[CacheT_contra]):
     def room(self, cached: int) -> int | None:
         """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
 
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
-    ) -> torch.Tensor:
+    def prefill(self, rows: Texts, cache: CacheT_contra, hook: PromptLogitsHook | None = None) -> torch.Tensor:
         """Feed the tokens that are not cached yet, of rows of any length; return the logits after each row, `[B, V]`.
 
         `hook` may be called with the logits of the prompt tokens, in chunks of bounded size. If the cache is not empty,
@@ -81,7 +81,7 @@ class PromptRunner(Protocol[CacheT_contra]):
 class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
     """Runs passes over trees of which nothing is cached yet."""
 
-    def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
+    def forward(self, trees: Sequence[TokenTree], rows: Texts, cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree."""
 
 
@@ -89,12 +89,7 @@ class Reader(Protocol[CacheT_contra]):
     """Makes a runner's passes without returning the logits, which are reduced on the device that holds them."""
 
     def readouts(
-        self,
-        trees: Sequence[TokenTree],
-        rows: Sequence[Sequence[int]],
-        cache: CacheT_contra,
-        *,
-        wants_entries: bool,
+        self, trees: Sequence[TokenTree], rows: Texts, cache: CacheT_contra, *, wants_entries: bool
     ) -> list[Readout]:
         """Feed one tree per row; return a readout of each tree's logits."""
 
@@ -192,7 +187,8 @@ class DecodeLoop(Generic[CacheT]):
             self._learn(parts)
         finally:  # also after an error: drop the rejected nodes, report the emitted tokens
             if fed:
-                self._keep(parts, fed)
+                self.cache.keep([part.verdict.path for part in parts], fed)
+                self.settled = list(self.cache.lengths)
                 self.mtp.accept(parts, fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
@@ -223,7 +219,7 @@ class DecodeLoop(Generic[CacheT]):
                 size = len(part.draft.tree)
                 part.logits = logits[place] if size == fed else logits[place, :size]
                 part.choose_all()
-        if any(part.wants_readout for part in parts):
+        if any(part.draft.teaches or part.choices is not None or part.row.is_greedy for part in parts):
             _read(parts, logits)
 
     def _verify(self, parts: Sequence[RowStep]) -> None:
@@ -238,10 +234,6 @@ class DecodeLoop(Generic[CacheT]):
         for part in parts:
             if part.row.problem is None and part.verdict.tokens:  # without tokens the walk never began
                 part.row.drafter.learn(part.row.tokens, part.draft, part.readout, part.verdict)
-
-    def _keep(self, parts: Sequence[RowStep], fed: int) -> None:
-        self.cache.keep([part.verdict.path for part in parts], fed)
-        self.settled = list(self.cache.lengths)
 
     def _observe(self, steps: Sequence[Step], fed: int, took: Duration) -> None:
         """Report cost and yield of a step to the size controllers; its largest tree had `fed` nodes."""

@@ -23,14 +23,14 @@ from lade.clock import Clock
 from lade.decoding.drafting.drafter import Drafter, PredictedTree
 from lade.decoding.drafting.memory import MtpWeights
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.kernels.layout import MTP_DEPTHS, Doubles, Ints
 from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.row import RowStep
 from lade.stats import Step
 
 FIXED_PASSES = 3
 """Passes per step if the tree size is fixed, so that times are not compared."""
-MOST_PASSES = 5
+MOST_PASSES = MTP_DEPTHS
 _STEPS = 24  # time constant of the running means
 _RATE_STEPS = 200  # the same for the rate: with 24, slow beginnings of texts made passes that did not pay
 _RETRIAL = 64  # steps after which a pass that does not seem to pay is tried again

@@ -34,12 +34,7 @@ class Row:
     """
 
     def __init__(
-        self,
-        prompt: Sequence[int],
-        drafter: Drafter,
-        chooser: Chooser,
-        stop: StopRule,
-        source: Sequence[int] = (),
+        self, prompt: Sequence[int], drafter: Drafter, chooser: Chooser, stop: StopRule, source: Sequence[int] = ()
     ) -> None:
         self.tokens = list(prompt)
         self.drafter, self.chooser, self._stop = drafter, chooser, stop
@@ -96,11 +91,6 @@ class RowStep:
     logits: torch.Tensor = field(init=False, default=_NOT_SEEN)
     choices: torch.Tensor | None = field(init=False, default=None)
     readout: Readout = field(init=False, default=_NOT_READ)
-
-    @property
-    def wants_readout(self) -> bool:
-        """True if the drafter or the walk needs a readout of the logits."""
-        return self.draft.teaches or self.choices is not None or self.row.is_greedy
 
     def choose_all(self) -> None:
         """Choose at all nodes at once, if the chooser can; an error ends the row."""

@@ -114,7 +114,7 @@ class Call:
         grammar: GrammarArgument | None,
         streamer: BaseStreamer | None = None,
     ) -> Call:
-        """Check the arguments of `lade.generate` and `lade.stream`; errors are theirs."""
+        """Check the arguments of `lade.generate`, `lade.stream` or `lade.decode`; errors are theirs."""
         inner, (config, auto) = unwrap(model), resolve(lookahead)
         arguments = with_present_cache_name(arguments if inputs is None else {**arguments, "inputs": inputs})
         refuse_unused_prediction(prediction, config)
@@ -127,29 +127,9 @@ class Call:
         refuse_autocast(inner)
         if grammar is not None:
             arguments = GRAMMARS.load().with_grammar(inner, grammar, arguments)
-        if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
-            check_streamer(streamer)
-            refuse_streamed_beams(num_beams(inner, arguments))
-        return cls(model, inner, arguments, config, auto, stats, streamer, predictions)
-
-    @classmethod
-    def of_callable(
-        cls,
-        model: PreTrainedModel,
-        lookahead: Lookahead,
-        stats: Stats | None,
-        prediction: Prediction | None,
-        streamer: BaseStreamer | None,
-    ) -> Call:
-        """Check the arguments of `lade.decode`; errors are its."""
-        refuse_unforwarded_streamer()
-        check_stats(stats)
         if streamer is not None:
             check_streamer(streamer)
-        config, auto = resolve(lookahead)
-        refuse_unused_prediction(prediction, config)
-        refuse_autocast(model)
-        return cls(model, model, {}, config, auto, stats, streamer, prediction_ids(prediction))
+        return cls(model, inner, arguments, config, auto, stats, streamer, predictions)
 
     def with_callable(self, use: Callable[[Prepared], object]) -> dict[str, Any]:
         """Return the arguments with which `model.generate` calls `use`; errors are `arguments_for_callable`'s."""
@@ -267,9 +247,12 @@ def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
     return argument_of(model, arguments, "num_beams") or 1
 
 
-def refuse_streamed_beams(beams: int) -> None:
-    """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not."""
-    if beams > 1:
+def refuse_streamed_beams(beams: int, *, streamed: bool = True) -> None:
+    """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not.
+
+    Plain beam search would raise too, but after warnings and with another message.
+    """
+    if streamed and beams > 1:
         raise UnsupportedArgumentError(
             f"num_beams={beams} cannot be streamed: which beam wins is known only at its end",
             "use lade.generate without a streamer, or num_beams=1",

@@ -25,13 +25,15 @@ from lade.hf.call import (
     NeedsGenerateError,
     Prediction,
     cleaning_up,
+    num_beams,
     refuse_adapter_arguments,
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
+    refuse_unforwarded_streamer,
     shared,
 )
-from lade.hf.session import Session, session_for
+from lade.hf.session import Session, run_of
 from lade.model.prepared import Prepared
 from lade.stats import Stats, Step
 
@@ -78,11 +80,11 @@ def decode(
         InputError: the prompt cannot be decoded.
     """
     with cleaning_up(model):
-        call = Call.of_callable(model, lookahead, stats, prediction, streamer)
+        refuse_unforwarded_streamer()
+        call = Call.of(model, None, {}, lookahead, stats, prediction, None, streamer)
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=call.predictions)
-        if streamer is not None:
-            refuse_streamed_beams(prepared.beams)
+        refuse_streamed_beams(prepared.beams, streamed=streamer is not None)
         return _decode_prepared(call, prepared)
 
 
@@ -98,9 +100,9 @@ def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]
 
 def _decode_prepared(call: Call, prepared: Prepared, *, unassisted: bool = True) -> Generated:
     """Decode prepared inputs; `unassisted` as in `decoding_method`, false where `model.generate` is called again."""
-    session = session_for(call, prepared)
-    if session is not None:
-        return session.run()
+    run = run_of(call, prepared)
+    if run is not None:
+        return run()
     plain = import_module("lade.hf.plain")  # few calls need it
     return cast(Generated, plain.decode_prepared(prepared, call.stats, call.streamer, unassisted=unassisted))
 
@@ -195,6 +197,7 @@ def generate(
     """
     with cleaning_up(model):
         call = Call.of(model, inputs, generate_arguments, lookahead, stats, prediction, grammar, streamer)
+        refuse_streamed_beams(num_beams(call.inner, call.arguments), streamed=streamer is not None)
         with suppress(NeedsGenerateError):
             if arguments := call.for_callable(functools.partial(_decode_prepared, call, unassisted=False)):
                 return cast(Generated, model.generate(**arguments))

@@ -308,13 +308,8 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
     note_untested_version(transformers.__version__)
     if prepared.facts.has_encoder:
         return ENCODED_RUNNERS.load().runner_on_encoded(prepared, plan)
-    return runner_for(
-        prepared.facts,
-        plan,
-        prepared.generation_config,
-        own_cache=prepared.user_cache is None,
-        captures=not lock_step,
-    )
+    own_cache, config = prepared.user_cache is None, prepared.generation_config
+    return runner_for(prepared.facts, plan, config, own_cache=own_cache, captures=not lock_step)
 
 
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:

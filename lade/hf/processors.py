@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from typing import Any, Literal, cast
 
@@ -213,11 +214,9 @@ def are_text_free(processors: LogitsProcessorList) -> bool:
 class TextFreeChooser(ProcessedChooser):
     """Calls processors that do not read the text, without a text or a copy of the logits; see `ProcessedChooser`."""
 
-    def __init__(
-        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: RowSampler | None, record: Record
-    ) -> None:
-        super().__init__(processors, transcript, sampler=sampler, record=record)
-        self._no_text = torch.empty((1, 0), dtype=torch.long, device=transcript.device)
+    @cached_property
+    def _no_text(self) -> torch.Tensor:
+        return torch.empty((1, 0), dtype=torch.long, device=self._transcript.device)
 
     def _processor_inputs(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return an empty text, `[1, 0]`, and float32 logits `[1, V]`, which these processors do not modify."""

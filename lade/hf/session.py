@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
@@ -27,6 +27,8 @@ from lade.model.inputs import MaskPlan
 from lade.model.prepared import Prepared
 from lade.model.runner import EagerRunner
 from lade.stats import Stats, Step
+
+Run = Callable[[], Generated]
 
 
 class Session:
@@ -173,15 +175,8 @@ class Session:
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)
 
 
-class DecodeSession(Protocol):
-    """A generation that has been checked and composed, and has not begun."""
-
-    def run(self) -> Generated:
-        """Decode to the end, and return the result of `model.generate`."""
-
-
-def session_for(call: Call, prepared: Prepared) -> DecodeSession | None:
-    """Return the session that decodes prepared inputs, or None to decode them plainly.
+def run_of(call: Call, prepared: Prepared) -> Run | None:
+    """Return the `run` of the session that decodes prepared inputs, or None to decode them plainly.
 
     This is the single place for refusals, before anything is fed, drawn or streamed; errors are those of `Session`.
     """
@@ -192,12 +187,12 @@ def session_for(call: Call, prepared: Prepared) -> DecodeSession | None:
         if prepared.beams > 1:
             if call.auto:
                 refuse_slow_beams(prepared)
-            return cast(DecodeSession, import_module("lade.hf.lock_step").BeamSession(prepared, **options))
+            return cast(Run, import_module("lade.hf.lock_step").BeamSession(prepared, **options).run)
         options["streamer"] = call.streamer
         rules, several = prepared.positional[1:], len(prepared.prompts) > 1
         if several and needs_lock_step(*rules, streamed=call.streamer is not None):  # few calls need it
-            return cast(DecodeSession, import_module("lade.hf.lock_step").LockStepSession(prepared, **options))
-        return Session(prepared, **options)
+            return cast(Run, import_module("lade.hf.lock_step").LockStepSession(prepared, **options).run)
+        return Session(prepared, **options).run
     except UnsupportedError as problem:
         call.fall_back(problem)
         return None

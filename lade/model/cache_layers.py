@@ -178,7 +178,7 @@ class TreeLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.lengths = [0] * key_states.shape[0]
         rows, heads, needed, _ = key_states.shape
-        slots = needed + _spare_capacity(needed)
+        slots = needed + spare_capacity(needed)
         self.keys = _zeros(key_states, (rows, heads, slots, key_states.shape[3]))
         self.values = _zeros(value_states, (rows, value_states.shape[1], slots, value_states.shape[3]))
         self.is_initialized = True
@@ -402,10 +402,10 @@ class JoinedLayers:
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
     """Return a copy of the buffer `[B, H, capacity, D]` with capacity for `needed` tokens and some spare ones."""
     rows, _, tokens, _ = buffer.shape
-    return _resized(buffer, (rows, tokens), rows, needed + _spare_capacity(needed))
+    return _resized(buffer, (rows, tokens), rows, needed + spare_capacity(needed))
 
 
-def _spare_capacity(tokens: int) -> int:
+def spare_capacity(tokens: int) -> int:
     """Return the spare capacity beyond `tokens`: half as much again, so that copies stay rare."""
     return max(SPARE_TOKENS, tokens // 2)
 
@@ -450,7 +450,7 @@ def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], le
     """Return a buffer of these rows, with room to grow."""
     rows = [(parts[part], row) for part, row in places]
     first, longest = parts[0], max(lengths)
-    buffer = _zeros(first, (len(rows), first.shape[1], longest + _spare_capacity(longest), first.shape[3]))
+    buffer = _zeros(first, (len(rows), first.shape[1], longest + spare_capacity(longest), first.shape[3]))
     for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
         buffer[number, :, :length] = part[row, :, :length]
     return buffer

@@ -15,8 +15,8 @@ This is checked when a generation begins, or a request of an engine: hooks that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,24 +68,18 @@ class PassMode:
 
     def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
         self._facts = facts
-        self._mode: Callable[[], AbstractContextManager[object]] = _inference_mode
-        if plan.compact or plan.placed or inference_mode_blocker(facts):
-            self._mode = nullcontext
+        self._may_infer = not (plan.compact or plan.placed or inference_mode_blocker(facts))
 
     @contextmanager
     def __call__(self, *patches: object) -> Iterator[None]:
         """Return the context for one pass; any active patches (true values) rule inference mode out."""
         outer, SURVEYED.now = SURVEYED.now, self._facts
+        infers = self._may_infer and not any(patches) and not torch.is_autocast_enabled("cpu")  # it caches casts
         try:
-            with nullcontext() if any(patches) else self._mode():
+            with torch.inference_mode() if infers else nullcontext():
                 yield
         finally:
             SURVEYED.now = outer
-
-
-def _inference_mode() -> AbstractContextManager[object]:
-    """Return inference mode, unless autocast caches weights that it has cast."""
-    return nullcontext() if torch.is_autocast_enabled("cpu") else torch.inference_mode()
 
 
 def inference_mode_blocker(facts: ModelFacts) -> str:

@@ -361,11 +361,8 @@ class ModelFacts:
             found.extend((state.get("forward"), state.get("_hf_hook")))  # the latter is called by accelerate's forward
             found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
         kinds = self.kinds
-        found.extend(
-            _classes_and_methods(
-                [kind for kind in kinds if _is_trusted(kind) or not _is_checked_individually(kinds[kind][0])]
-            )
-        )
+        relevant = [kind for kind in kinds if _is_trusted(kind) or not _is_checked_individually(kinds[kind][0])]
+        found.extend(_classes_and_methods(relevant))
         configs = [vars(module).get("config") for module in self.modules]
         strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
         return strays + [thing for thing in found if thing is not None and not _is_trusted(thing)]

@@ -34,7 +34,6 @@ from transformers.cache_utils import Cache
 from lade.decoding.loop import KVCache
 from lade.errors import UnsupportedArgumentError
 from lade.model.cache_layers import (
-    SPARE_TOKENS,
     Ancestry,
     JoinedLayers,
     Move,
@@ -42,6 +41,7 @@ from lade.model.cache_layers import (
     TokenCounter,
     TreeLayer,
     apply_moves,
+    spare_capacity,
 )
 
 Axes = tuple[int, ...]
@@ -118,7 +118,7 @@ class TreeCache(Cache):
     @staticmethod
     def spare_tokens(tokens: int) -> int:
         """Return half as many tokens again; see `BufferSizes`."""
-        return max(SPARE_TOKENS, tokens // 2)
+        return spare_capacity(tokens)
 
     @classmethod
     def of_length(cls, tokens: int) -> TreeCache:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from typing import Any, Protocol, Self
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.decoding.loop import PromptLogitsHook
+from lade.decoding.loop import PromptLogitsHook, Texts
 from lade.errors import UnsupportedArgumentError
 from lade.model.facts import CACHE, ModelFacts, as_cache
 from lade.model.inputs import MaskPlan
@@ -47,11 +46,12 @@ MOST_TOKENS = 1024
 PIECE_LOGITS = 2**24
 
 
-class DecoderOutput(ABC):
-    """Intercepts the output of the base model in calls by this thread, while the context is open."""
+class HiddenStates:
+    """Collects the base model's hidden states in calls by this thread, while the context is open."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
+        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
         self._hook = hooked(self._model.get_decoder(), after=self._collect)
 
     def __enter__(self) -> Self:
@@ -60,18 +60,6 @@ class DecoderOutput(ABC):
 
     def __exit__(self, *error: Any) -> None:
         self._hook.__exit__(*error)
-
-    @abstractmethod
-    def _collect(self, output: Any) -> Any:
-        """Receive the output; return a replacement, or None to leave it."""
-
-
-class HiddenStates(DecoderOutput):
-    """Collects the base model's hidden states in calls by this thread, while the context is open."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
 
     def _collect(self, output: Any) -> None:
         states: torch.Tensor = output[0]  # [B, T, H]
@@ -175,7 +163,7 @@ class FrequencySwitch:
     def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
         self._model, self._length, self._device = model, length, device
 
-    def recomputes(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+    def recomputes(self, rows: Texts, cache: TreeCache) -> bool:
         """Return whether plain decoding drops the cache here and recomputes the text with new frequencies."""
         if self._length is None or not cache.get_seq_length():
             return False
@@ -275,47 +263,6 @@ class PreparedPrompts:
         return logits
 
 
-class PaddedStates(DecoderOutput):
-    """Lets the model compute the logits of last tokens only, in calls by this thread while the context is open.
-
-    It is fed prompts of these lengths, `[P]`, padded on the right to the longest. If `kept`, the hidden states of all
-    prompt tokens are, for `prompt_logits`.
-    """
-
-    def __init__(self, model: PreTrainedModel, lengths: Sequence[int], *, kept: bool) -> None:
-        super().__init__(model)
-        self._lengths, self._kept = lengths, kept
-        self._states: dict[int, torch.Tensor] = {}  # by prompt length: `[B, T, H]` of the last tokens
-
-    def _collect(self, output: Any) -> Any:
-        states: torch.Tensor = output[0]  # [P, W, H]
-        if self._kept:
-            for length in set(self._lengths):
-                rows = states[self._rows_of(length)]
-                self._states[length] = rows[:, max(0, length - MOST_TOKENS) : length]
-        last = _last(states, self._lengths)[:, None]
-        if isinstance(output, tuple):
-            return last, *output[1:]
-        output[next(iter(output))] = last
-        return output
-
-    def _rows_of(self, length: int) -> list[int]:
-        return [number for number, other in enumerate(self._lengths) if other == length]
-
-    def prompt_logits(self, logits: torch.Tensor) -> Iterator[tuple[list[int], int, torch.Tensor]]:
-        """Yield the logits of the prompts' last tokens in chunks of bounded size, shorter prompts first.
-
-        Given are the logits `[P, V]` of the last tokens, see `HiddenStates.prompt_logits`.
-
-        Yields:
-            Indices of B prompts of equal length, the index of a token, and their logits `[B, T, V]` from there on.
-        """
-        for length in sorted(self._states):
-            rows = self._rows_of(length)
-            for start, piece in logits_of(self._model, self._states[length], logits[rows], length):
-                yield rows, start, piece
-
-
 def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Return the states of the prompts' last tokens, `[P, H]`, out of `[P, W, H]`."""
     ends = torch.tensor(lengths, device=states.device) - 1
@@ -349,11 +296,7 @@ class PromptPasses:
         return passes
 
     def feed(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
+        self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed the tokens that are not cached yet; return the logits of the last tokens, `[P, V]`.
 
@@ -404,11 +347,7 @@ class PromptPasses:
             hook(numbers, start, own)
 
     def _feed_padded(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
+        self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed prompts of several lengths in one pass. Attention is causal, so no token sees the padding after it.
 
@@ -419,14 +358,30 @@ class PromptPasses:
         ids = torch.tensor(
             [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts], device=self._device
         )
-        with PaddedStates(self._model, lengths, kept=hook is not None) as states:
+        groups = {length: [n for n, other in enumerate(lengths) if other == length] for length in sorted(set(lengths))}
+        kept: dict[int, torch.Tensor] = {}  # by length: hidden states `[B, T, H]` of the last tokens
+
+        def keep_last(output: Any) -> Any:
+            """Leave the states of each prompt's last token alone: the model computes no other logits."""
+            states: torch.Tensor = output[0]  # [P, W, H]
+            if hook:
+                kept.update({end: states[rows, max(0, end - MOST_TOKENS) : end] for end, rows in groups.items()})
+            last = _last(states, lengths)[:, None]
+            if isinstance(output, tuple):
+                return last, *output[1:]
+            output[next(iter(output))] = last
+            return output
+
+        with hooked(self._model.get_decoder(), after=keep_last):
             output = self._model._prefill(ids, self._generation_config, self._arguments(ids, cache))
         cache.trim(lengths)
         logits: torch.Tensor = output.logits  # a model without a base model returns those of all tokens
         logits = logits[:, 0] if logits.shape[1] == 1 else _last(logits, lengths)
-        if hook:
-            for numbers, start, piece in states.prompt_logits(logits):
-                for number, prompt_logits in zip(numbers, piece, strict=True):
+        if hook is None:
+            return logits
+        for length, states in kept.items():
+            for start, piece in logits_of(self._model, states, logits[groups[length]], length):
+                for number, prompt_logits in zip(groups[length], piece, strict=True):
                     hook(sharing[number], start, prompt_logits)
         return logits
 

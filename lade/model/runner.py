@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
-from lade.decoding.loop import PromptLogitsHook, Reader
+from lade.decoding.loop import PromptLogitsHook, Reader, Texts
 from lade.decoding.mtp import MtpHabits, MtpLayer
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.cache_layers import Recurrence
@@ -201,9 +201,7 @@ class EagerRunner:
         return sum(max(group) * sum(prompts[length] for length in group) for group in self._groups(prompts))
 
     @torch.no_grad()
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
-    ) -> torch.Tensor:
+    def prefill(self, rows: Texts, cache: TreeCache, hook: PromptLogitsHook | None = None) -> torch.Tensor:
         """Feed the tokens that are not cached yet, as transformers does (in chunks if configured), each prompt once.
 
         Prompts of several lengths are padded on the right where that saves more than it costs; others are fed into
@@ -256,11 +254,7 @@ class EagerRunner:
         return logits
 
     def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sharing: Sequence[Sequence[int]],
-        cache: TreeCache,
-        hook: PromptLogitsHook | None,
+        self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed prompts in one pass; `sharing` lists the rows of each prompt. Return logits `[P, V]`."""
         cached = cache.get_seq_length()
@@ -279,7 +273,7 @@ class EagerRunner:
         cache.begin()
 
     @torch.no_grad()
-    def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
+    def forward(self, trees: Sequence[TokenTree], rows: Texts, cache: TreeCache) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree.
 
         In rows with a smaller tree the logits after its last node are undefined.

@@ -256,7 +256,9 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
         _refusal_of_architecture(facts, config)
         or _refusal_of_setup(facts, config)
         or ("" if (peft := adapters()) is None else peft.adapter_refusal(wrapped, facts))
-        or _refusal_of_trials(facts)
+        # trials decide about linear layers and training mode, unless both are ordinary
+        or ("" if facts.has_only_known_layers else TRIALS.load().linear_refusal(facts))
+        or (TRIALS.load().training_refusal(facts) if facts.training else "")
     )
     if reason:
         return Support(name, reason)
@@ -362,14 +364,6 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     if window := window_too_short(config):
         return f"its {window} is less than two tokens, and transformers' cache does not apply so short a window"
     return ""
-
-
-def _refusal_of_trials(facts: ModelFacts) -> str:
-    """Return why its linear layers, or its training mode, are not supported; trials decide unless both are ordinary."""
-    if not facts.training and facts.has_only_known_layers:
-        return ""
-    trials = TRIALS.load()
-    return trials.linear_refusal(facts) or trials.training_refusal(facts)
 
 
 def _has_encoder(model: PreTrainedModel) -> bool:

@@ -53,8 +53,10 @@ class SetBudget:
         return self.resting.pop(0) if self.resting else False
 
 
-def drafter_of(memory: Memory, budget: object, prompt: Sequence[int], **arguments: object) -> AdaptiveDrafter:
-    drafter = AdaptiveDrafter(memory, budget, **arguments)
+def drafter_of(
+    memory: Memory, budget: object, prompt: Sequence[int], seed: int = 0, **arguments: object
+) -> AdaptiveDrafter:
+    drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, seed=seed), budget, **arguments)
     drafter.begin(prompt, len(prompt))
     return drafter
 
@@ -226,7 +228,7 @@ def test_a_resting_step_feeds_a_guess_that_pays_by_itself_and_nothing_of_the_mem
 
 def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():
     memory, prompt = Memory(), [3, 1, 4, 1, 5]
-    drafter = AdaptiveDrafter(memory, FixedBudget(8))
+    drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8))
     entries = read(torch.eye(VOCABULARY)[[6, 2, 7]]).entries
     drafter.learn_prompt(prompt, 2, entries)  # after 4, 1 and 5
     for end, token in ((3, 6), (4, 2), (5, 7)):
@@ -238,7 +240,7 @@ def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_followed_in_the_prompt_is_kept_if_it_may_be_read(reads):
     memory, prompt = Memory(), [3, 1, 4, 1, 5]
-    AdaptiveDrafter(memory, FixedBudget(8), read_prompts=reads).begin([*prompt, 9], len(prompt))
+    AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads)).begin([*prompt, 9], len(prompt))
     for end, token in enumerate([1, 4, 1, 5, 9], start=1):
         assert known(memory, prompt[:end]) == ([], [{token: 255}] * len(TEXT_ORDERS) if reads else [])
     assert known(memory, [*prompt, 9]) == ([], [])
@@ -282,7 +284,7 @@ def test_prompts_are_read_only_if_they_may_be(model, reads):
     lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads))
     assert (len(memory) > 0) is reads
     assert [len(rows) for rows in memory.lookup([1, 2])] == ([len(ORDERS), len(TEXT_ORDERS)] if reads else [0, 0])
-    assert AdaptiveDrafter(memory, FixedBudget(8), read_prompts=reads).wants_prompt_entries is reads
+    assert AdaptiveDrafter(LookaheadConfig(budget=8, prompt_ngrams=reads)).wants_prompt_entries is reads
 
 
 def test_a_seed_changes_the_window_and_not_the_text(model):

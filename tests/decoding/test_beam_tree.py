@@ -37,22 +37,22 @@ def test_pruning_keeps_what_the_beams_come_from_and_can_get_to(drawn):
     reachable = {node for node in range(size) if set(paths[node]) & set(beams)}
     origins = {above for beam in beams for above in paths[beam]}
 
-    pruned = branches.prune(beams)
+    kept, numbers = branches.prune(beams)
 
-    assert pruned.kept == sorted(node for node in reachable | origins if node < seen)
-    assert reachable | set(beams) <= set(pruned.numbers) <= reachable | origins
-    assert sorted(pruned.numbers.values()) == list(range(len(branches.tree)))
-    for node, number in pruned.numbers.items():
+    assert kept == sorted(node for node in reachable | origins if node < seen)
+    assert reachable | set(beams) <= set(numbers) <= reachable | origins
+    assert sorted(numbers.values()) == list(range(len(branches.tree)))
+    for node, number in numbers.items():
         assert text(branches, number) == texts[node]
         if number < len(branches.follows):
             assert branches.follows[number] == ([(node, 0.0)] if node in reachable else ())
     logits = {number: int(row) for number, row in branches.logits.items()}
-    assert logits == {pruned.numbers[node]: node for node in reachable if node < seen}
+    assert logits == {numbers[node]: node for node in reachable if node < seen}
     # The cache holds, in this order, what joined the trunk and the first nodes of the tree.
     joined = len(branches.trunk) - len(trunk)
-    assert [pruned.numbers.get(node) for node in pruned.kept] == [None] * joined + list(range(len(branches.follows)))
+    assert [numbers.get(node) for node in kept] == [None] * joined + list(range(len(branches.follows)))
     root_children = branches.tree.parents.count(0)
-    assert 0 in {pruned.numbers[beam] for beam in beams} or root_children > 1, "more could have joined the trunk"
+    assert 0 in {numbers[beam] for beam in beams} or root_children > 1, "more could have joined the trunk"
 
 
 @given(grown(), st.integers(1, 6))

@@ -7,7 +7,6 @@ from memories import filled_memory
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.drafter import Guess, fitting
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 
@@ -51,7 +50,7 @@ def paths_of(tree):
 def test_the_adaptive_tree_begins_with_the_lead_and_has_nothing_that_cannot_follow(lead, allowed, budget, seed):
     rules, memory = Rules(lead, allowed), filled_memory(seed)
     sources = [Fixed(Guess([1, 2, 3], "prediction", [0.9, 0.8, 0.7]), Guess([4, 5], "text"))]
-    drafter = AdaptiveDrafter(memory, FixedBudget(budget), sources=sources, constraint=rules)
+    drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, budget=budget), sources=sources, constraint=rules)
     drafter.begin([3, 1, 4], 2)
     tree = drafter.draft([3, 1, 4], None).tree
     fed = min(len(lead), budget - 1)
@@ -65,8 +64,8 @@ def test_the_adaptive_tree_begins_with_the_lead_and_has_nothing_that_cannot_foll
 def test_nodes_that_stay_keep_their_contexts():
     allowed = {2, 3, 5, 7}
     memory = filled_memory(1)
-    drafter = AdaptiveDrafter(memory, FixedBudget(24), constraint=Rules([], allowed))
-    free = AdaptiveDrafter(filled_memory(1), FixedBudget(24))
+    drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, budget=24), constraint=Rules([], allowed))
+    free = AdaptiveDrafter(LookaheadConfig(memory=filled_memory(1), budget=24))
     context = [3, 1, 4]
     assert len(paths_of(free.draft(context, None).tree)) > len(paths_of(drafter.draft(context, None).tree)) > 1
     grower = drafter._tree

@@ -17,9 +17,8 @@ from peft import LoraConfig, get_peft_model
 from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
 from spies import failing, watched
 
-from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
+from lade import ConfigError, Engine, LookaheadConfig, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict
@@ -264,7 +263,7 @@ def test_what_was_said_is_told_in_runs():
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(learns):
     """Of an answer there are logits, whoever may take them from the cached."""
-    drafter = AdaptiveDrafter(Memory(), FixedBudget(4), read_prompts=learns, read_logits=False)
+    drafter = AdaptiveDrafter(LookaheadConfig(budget=4, prompt_ngrams=learns), read_logits=False)
     noting, context = RecordingDrafter(drafter), [1, 2, 3]
     assert not noting.wants_prompt_entries and noting.learns_prompts is learns
     noting.begin(context, 2)

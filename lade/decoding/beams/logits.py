@@ -28,7 +28,7 @@ import torch
 from lade.config import LookaheadConfig
 from lade.decoding.beams.tree import Branches, BranchRow, Follow
 from lade.decoding.drafting.lookahead import NGramPool, chosen_ngrams
-from lade.decoding.loop import KVCache, PromptRunner
+from lade.decoding.loop import KVCache, PromptRunner, Texts
 from lade.decoding.tree import ROOT, TokenTree
 from lade.stats import Stats, Step
 
@@ -89,7 +89,8 @@ class BeamGuesser:
         self._width = num_beams + config.window if config.window else 0
         self._recycler = recycler
         self._pool = NGramPool(config.ngram, config.guesses, excluded)
-        self._learn_ngrams(source, 0)
+        if config.prompt_ngrams:
+            self._pool.learn_text(source, 0, "prompt")
         self._known_text = 0  # length of the trunk whose n-grams are in the pool
 
     def learn(self, branches: Branches, first: int) -> None:
@@ -101,14 +102,9 @@ class BeamGuesser:
 
     def learn_text(self, text: Sequence[int]) -> None:
         """Add the n-grams of the trunk that are not in the pool yet."""
-        self._learn_ngrams(text, self._known_text)
-        self._known_text = len(text)
-
-    def _learn_ngrams(self, text: Sequence[int], known: int) -> None:
-        ngram = self._config.ngram
         if self._config.prompt_ngrams:
-            ends = range(max(ngram, known + 1), len(text) + 1)
-            self._pool.learn((text[end - ngram : end] for end in ends), "prompt")
+            self._pool.learn_text(text, self._known_text, "prompt")
+        self._known_text = len(text)
 
     def grow(self, branches: Branches, beams: Mapping[int, float], room: int | None) -> None:
         """Add at most `room` levels of guesses after the beams, given as last nodes with log-probabilities."""
@@ -187,9 +183,9 @@ class BeamRow(BranchRow):
 
     def prune(self) -> list[int]:
         """Drop nodes that no beam can reach; return the nodes that stay in the cache, in the old numbering."""
-        pruned = self.branches.prune(self.beams)
-        self.beams = [pruned.numbers[node] for node in self.beams]
-        return pruned.kept
+        kept, numbers = self.branches.prune(self.beams)
+        self.beams = [numbers[node] for node in self.beams]
+        return kept
 
     def grow(self, room: int | None) -> None:
         """Add at most `room` levels of guesses after the beams; None for no limit."""
@@ -256,15 +252,13 @@ class PassMeter:
     def end(self) -> None:
         """Report the last pass."""
         steps = [
-            Step(self.passes, list(tokens), list(sources), max(1, fed), self._seconds)
+            Step(self.passes, tokens, sources, max(1, fed), self._seconds)
             for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
             if tokens
         ]
         if steps:
             self._stats.add(*steps, forward_s=self._forward_s)
-        for tokens, sources in zip(self._tokens, self._sources, strict=True):
-            tokens.clear()
-            sources.clear()
+        self._tokens, self._sources = [[] for _ in self._tokens], [[] for _ in self._sources]
         self.passes += 1
 
 
@@ -280,14 +274,14 @@ class BeamLogits(Generic[CacheT]):
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Texts,
         num_beams: int,
         config: LookaheadConfig,
         runner: BranchRunner[CacheT],
         cache: CacheT,
         stats: Stats,
         excluded: Collection[int] = (),
-        sources: Sequence[Sequence[int]] = (),
+        sources: Texts = (),
     ) -> None:
         self.runner, self.cache, self.num_beams = runner, cache, num_beams
         recycler = Recycler()  # logits of one prompt help the others

@@ -13,19 +13,6 @@ Follow = tuple[int, float]
 """A token and its log-probability."""
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """Result of pruning a tree.
-
-    Attributes:
-        kept: nodes that stay in the cache, in the old numbering.
-        numbers: maps old to new numbers of the nodes that stay in the tree; the others of `kept` have joined the trunk.
-    """
-
-    kept: list[int]
-    numbers: dict[int, int]
-
-
 class BranchRow:
     """Base of rows with a tree, whose first `seen` nodes are in the cache."""
 
@@ -85,8 +72,13 @@ class Branches:
         self.logits.update(enumerate(logits, start=len(self.follows)))
         self.follows += follows
 
-    def prune(self, beams: Sequence[int]) -> Pruned:
-        """Keep the ancestors and descendants of the beams' last nodes; their common path joins the trunk."""
+    def prune(self, beams: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """Keep the ancestors and descendants of the beams' last nodes; their common path joins the trunk.
+
+        Returns:
+            The nodes that stay in the cache, in the old numbering; and the new numbers of those that stay in the tree,
+            which the others have left for the trunk.
+        """
         reachable = set(beams)
         for node, parent in enumerate(self.tree.parents):  # parents come before their children
             if parent in reachable:
@@ -106,7 +98,7 @@ class Branches:
         # Copied, since a view of a single row would keep the logits of the whole pass alive.
         rows = torch.stack([self.logits[node] for node in left]) if left else ()
         self.logits = {numbers[node]: row for node, row in zip(left, rows, strict=True)}
-        return Pruned(kept, numbers)
+        return kept, numbers
 
     def _renumbered(self, numbers: dict[int, int]) -> TokenTree:
         old, nodes = self.tree, list(numbers)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lade.config import LookaheadConfig
+from lade.config import SIZES, LookaheadConfig
 from lade.decoding.drafting.controller import Budget, Controller, FixedBudget
 from lade.decoding.drafting.drafter import (
     LEAD,
-    LONGEST_LEAD,
+    LONGEST_CHAIN,
     Candidates,
     Constraint,
     Draft,
@@ -36,13 +36,11 @@ from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
-COLUMNS, NGRAM = 16, 5
+COLUMNS = 16
+NGRAM = SIZES["ngram"]
 """Sizes of the lookahead window; each step feeds as many of its columns as fit."""
 LEAST_COLUMNS = 3
 """Smallest window that pays for its cells."""
-_NOTHING = ((1, 0.0),)
-"""Growth stages of a tree that consists of its root."""
-
 
 Tokens = tuple[int, ...]
 
@@ -147,38 +145,43 @@ class AdaptiveDrafter(Drafter):
     without scores and the lookahead window take the rest, so the window's share grows when guesses are rare.
 
     Args:
-        memory: the context memory, which is updated.
-        budget: decides on tree sizes.
+        config: the memory to update, None for a new one; whether to learn from the prompt and search the text for
+            earlier occurrences of its suffix; seed of the window's first tokens; and a tree size, if fixed.
+        budget: decides on tree sizes; not used if the config fixes one.
         excluded: ids after which nothing is drafted (EOS, padding).
         vocabulary: V; ids below it can be fed. A memory of another model may hold others. None for no limit.
-        read_prompts: learn from the prompt, and search text for earlier occurrences of its suffix.
-        read_logits: also compute the prompt's logits, to learn from them.
+        read_logits: also compute the prompt's logits, to learn from them, if the prompt is read at all.
         sources: sources of guesses besides the memory.
         constraint: forced tokens, with which the tree begins, and forbidden ones. With it there is no window.
-        seed: seeds the window's first tokens.
         mtp: weights of an MTP layer's predictions; None without a layer.
+
+    Raises:
+        ValueError: there is no budget.
     """
 
     def __init__(
         self,
-        memory: ContextMemory,
-        budget: Budget,
+        config: LookaheadConfig,
+        budget: Budget | None = None,
         excluded: Collection[int] = (),
         *,
         vocabulary: int | None = None,
-        read_prompts: bool = True,
         read_logits: bool = True,
         sources: Sequence[Source] = (),
         constraint: Constraint | None = None,
-        seed: int = 0,
         mtp: MtpWeights | None = None,
     ) -> None:
-        self.memory, self.budget = memory, budget
-        self.wants_prompt_entries, self.learns_prompts = read_prompts and read_logits, read_prompts
+        memory = ContextMemory() if config.memory is None else config.memory
+        assert isinstance(memory, ContextMemory)  # there is no other kind
+        budget = budget if config.budget is None else FixedBudget(config.budget)
+        if budget is None:
+            raise ValueError("the adaptive method needs a budget: give one, or LookaheadConfig(budget=...)")
+        self.memory, self.budget, self.learns_prompts = memory, budget, config.prompt_ngrams
+        self.wants_prompt_entries = self.learns_prompts and read_logits
         self.window: Window | None = None
         self._tree = NativeTree(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
-        self._rng = random.Random(seed)
+        self._rng = random.Random(config.seed)
         self._written = 0  # tokens of the answer before its first step
         self._begun = False
         self._step: _Begun | None = None
@@ -233,7 +236,7 @@ class AdaptiveDrafter(Drafter):
         guesses = self._guesses(context, lead)
         resting = self.budget.skip_drafting() and not lead
         plain = resting and not any(not own.scores or self.budget.worth_verifying(own.scores) for own in guesses)
-        stages = _NOTHING if resting else self.budget.stages()
+        stages = [(1, 0.0)] if resting else self.budget.stages()  # the root alone
         if self.mtp is not None:
             self._tree.drop_predictions()
         if self.learns_prompts and not plain:
@@ -263,7 +266,7 @@ class AdaptiveDrafter(Drafter):
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """Return the tokens that a grammar forces next, up to the number that may be fed."""
-        most = min(LONGEST_LEAD, self.budget.most - 1)
+        most = min(LONGEST_CHAIN, self.budget.most - 1)
         return constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
 
     def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
@@ -340,30 +343,16 @@ def drafter_for(
     read_logits: bool = True,
     mtp: MtpWeights | None = None,
 ) -> Drafter:
-    """Return a drafter for one row by the config's method; see `AdaptiveDrafter` for the other arguments.
-
-    The config's own tree size takes precedence over the budget. Without its prompt n-grams `read_logits` has no effect.
-
-    Raises:
-        ValueError: the adaptive method has no budget.
-    """
+    """Return a drafter for one row by the config's method; arguments and errors are those of `AdaptiveDrafter`."""
     if config.method.name == "lookahead":
         return LookaheadDrafter(config, excluded, sources, constraint)
-    memory = ContextMemory() if config.memory is None else config.memory
-    assert isinstance(memory, ContextMemory)  # there is no other kind
-    if config.budget is not None:
-        budget = FixedBudget(config.budget)
-    if budget is None:
-        raise ValueError("the adaptive method needs a budget: give one, or LookaheadConfig(budget=...)")
     return AdaptiveDrafter(
-        memory,
+        config,
         budget,
         excluded,
         vocabulary=vocabulary,
-        read_prompts=config.prompt_ngrams,
         read_logits=read_logits,
         sources=sources,
         constraint=constraint,
-        seed=config.seed,
         mtp=mtp,
     )

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from lade.decoding.drafting.drafter import Guess
+from lade.decoding.drafting.drafter import LONGEST_CHAIN, Guess
 from lade.decoding.kernels.native_tree import TAKEN_BACK
 
 
@@ -36,15 +36,15 @@ def same_beginning(known: list[int], tokens: Sequence[int], before: int = 0) -> 
     return late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-LONGEST_MATCH = 32
-"""Longest agreement that is measured, in tokens."""
-
 _PRIOR = (1.2, 1.8, 2.6, 3.2, 3.6, 3.8, 3.9)
 _DOUBTED_PRIOR = (0.4, 0.6, 1.0, 2.4)
-_PRIOR_WEIGHT = 4.0
-"""Prior hits out of `_PRIOR_WEIGHT` tokens, by the bit length of the agreement; 0 after a substitution."""
-_MEMORY = 64  # decay of the running mean, in tokens
-_CONFIRMED = 7  # agreement that hardly ever occurs by chance
+PRIOR_WEIGHT = 4.0
+"""Prior hits out of `PRIOR_WEIGHT` tokens, by the bit length of the agreement; 0 after a substitution. Agreements
+longer than those of the doubted prior hardly ever occur by chance."""
+KEPT = 1 - 1 / 64
+"""Decay of the running means, per token."""
+LONGEST_MATCH = 1 << (len(_PRIOR) - 2)
+"""Longest agreement that is measured, in tokens."""
 
 
 class Agreement:
@@ -52,7 +52,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._hits = list(_PRIOR)
-        self._weights = [_PRIOR_WEIGHT] * len(_PRIOR)
+        self._weights = [PRIOR_WEIGHT] * len(_PRIOR)
 
     def probability(self, agreed: int) -> float:
         """Return the probability that the next token agrees after `agreed` tokens did."""
@@ -61,13 +61,13 @@ class Agreement:
 
     def learn(self, agreed: int, hit: bool) -> None:
         """Observe whether the next token agreed (`hit`) after `agreed` tokens did."""
-        kind, keep = _kind(agreed), 1 - 1 / _MEMORY
-        self._hits[kind] = keep * self._hits[kind] + hit
-        self._weights[kind] = keep * self._weights[kind] + 1
+        kind = _kind(agreed)
+        self._hits[kind] = KEPT * self._hits[kind] + hit
+        self._weights[kind] = KEPT * self._weights[kind] + 1
 
     def _expect(self, hits: tuple[float, ...]) -> None:
         """Reset short agreements to prior hits."""
-        self._hits[: len(hits)], self._weights[: len(hits)] = hits, [_PRIOR_WEIGHT] * len(hits)
+        self._hits[: len(hits)], self._weights[: len(hits)] = hits, [PRIOR_WEIGHT] * len(hits)
 
 
 class DoubtedAgreement(Agreement):
@@ -84,7 +84,7 @@ class DoubtedAgreement(Agreement):
     def learn(self, agreed: int, hit: bool) -> None:
         """See `Agreement`."""
         if not self._confirmed:
-            if hit and agreed >= _CONFIRMED:
+            if hit and _kind(agreed + 1) >= len(_DOUBTED_PRIOR):
                 self._confirmed = True
                 if self._doubted:
                     self._expect(_PRIOR[: len(_DOUBTED_PRIOR)])
@@ -99,8 +99,6 @@ def _kind(agreed: int) -> int:
     return min(agreed, LONGEST_MATCH).bit_length()
 
 
-LONGEST_CHAIN = 64
-"""Maximum number of tokens per guess."""
 ANCHOR = 12
 """Length of the match by which a copy of the row's own text is recognised.
 
@@ -109,9 +107,9 @@ tokens per step, and without these copies a text that is copied word for word 14
 """
 _PLACES = 64  # occurrences of the last token that are examined
 _AFTERMATH = 16  # tokens after a departure during which it is treated as a possible substitution
-_BEGINNING = 4  # assumed agreement before the first token
-_FOLLOWING = 4  # agreement after which a miss may be a substitution
-_FAINTEST = 0.02  # least probability of a drafted token
+_FOLLOWING = 4  # agreement after which a miss may be a substitution; assumed before the first token
+FAINTEST = 0.02
+"""Least probability of a drafted token."""
 
 
 class Cursor(NamedTuple):
@@ -193,7 +191,7 @@ class CopySource(ABC):
         scores, score = list[float](), 1.0
         for number in range(min(LONGEST_CHAIN, len(self._text) - cursor.start)):
             score *= self._agreement.probability(cursor.agreed + number)
-            if score < _FAINTEST:
+            if score < FAINTEST:
                 break
             scores.append(score)
         tokens = self._text[cursor.start : cursor.start + len(scores)]
@@ -217,7 +215,7 @@ class Prediction(CopySource):
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `CopySource`; the answer may begin like the text."""
         if not self._length and len(context) > 1:  # prefill has yielded one token
-            self._length, self._last, self._cursors = len(context) - 1, context[-2], [Cursor(0, _BEGINNING)]
+            self._length, self._last, self._cursors = len(context) - 1, context[-2], [Cursor(0, _FOLLOWING)]
         return super().guesses(context)
 
     def _longest_match(self, context: Sequence[int]) -> Cursor | None:

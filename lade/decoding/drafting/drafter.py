@@ -173,7 +173,7 @@ class ForwardingDrafter(Drafter):
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         """See `Drafter`."""
-        return self._drafter.draft(context, max_depth)
+        return self.candidates(context, max_depth).draft()
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
@@ -243,8 +243,8 @@ class IsolatedDrafter(ForwardingDrafter):
             return None
 
 
-LONGEST_LEAD = 64
-"""Maximum number of forced tokens per step."""
+LONGEST_CHAIN = 64
+"""Maximum number of tokens per guess, and of forced tokens per step."""
 LEAD = "grammar"
 """Source name of forced tokens in `Step.sources`."""
 
@@ -271,11 +271,12 @@ def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]
             fits = constraint.fits(path)
             for end in range(1, len(path) + 1):
                 known[tuple(path[:end])] = end <= fits
-    kept: set[tuple[int, ...]] = set()
-    for path in map(tuple, paths):
+    kept, nodes = set[tuple[int, ...]](), list[int]()
+    for node, path in enumerate(map(tuple, paths)):
         if known[path] and (not path or path[:-1] in kept):
             kept.add(path)
-    return [number for number, path in enumerate(paths) if tuple(path) in kept]
+            nodes.append(node)
+    return nodes
 
 
 def cut(constraint: Constraint, guess: Guess) -> Guess:

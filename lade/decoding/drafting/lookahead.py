@@ -115,6 +115,11 @@ class NGramPool:
             if len(self._table) > self.max_keys:
                 del self._table[next(iter(self._table))]
 
+    def learn_text(self, tokens: Sequence[int], start: int, source: str) -> None:
+        """Add the n-grams of a text that end with its tokens from index `start` on."""
+        ends = range(max(start + 1, self.ngram), len(tokens) + 1)
+        self.learn((tokens[end - self.ngram : end] for end in ends), source)
+
     def lookup(self, token: int) -> list[tuple[tuple[int, ...], str]]:
         """Return the continuations of `token`, at most G, most recent first, each with its source."""
         return list(reversed(self._table.get(token, {}).items()))
@@ -196,11 +201,8 @@ class LookaheadDrafter(Drafter):
         self._learn_text(context, len(context) - len(verdict.tokens), "text")
 
     def _learn_text(self, tokens: Sequence[int], start: int, source: str) -> None:
-        """Add the n-grams that end with the tokens from `start` on."""
         if self.config.prompt_ngrams:
-            ngram = self.config.ngram
-            ends = range(max(start + 1, ngram), len(tokens) + 1)
-            self.pool.learn((tokens[end - ngram : end] for end in ends), source)
+            self.pool.learn_text(tokens, start, source)
 
 
 def chosen_ngrams(tree: TokenTree, argmax_ids: Sequence[int], ngram: int) -> list[tuple[int, ...]]:

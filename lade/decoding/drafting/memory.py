@@ -94,7 +94,7 @@ SLOT_BYTES = 4 * (2 + WIDTH)
 LEAST_BYTES = 4096
 """Smallest `max_bytes`."""
 DEFAULT_BYTES = 128 * 2**20
-KINDS = 7
+KINDS = (1 << END.bit_length()) - 1
 """Mask of the lowest bits of a slot's key: index into `layout.LENGTHS`, counted from 1."""
 _FIRST_SLOTS = 1024
 

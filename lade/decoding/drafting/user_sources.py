@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.copy_drafting import LONGEST_CHAIN, Agreement
+from lade.decoding.drafting.copy_drafting import FAINTEST, KEPT, PRIOR_WEIGHT, Agreement
 from lade.decoding.drafting.drafter import (
     LEAD,
-    LONGEST_LEAD,
+    LONGEST_CHAIN,
     Candidates,
     Constraint,
     Draft,
@@ -45,12 +45,7 @@ from lade.errors import DrafterError
 logger = logging.getLogger(__name__)
 
 _BINS = 10  # of claimed probabilities
-_PRIOR_WEIGHT = 4.0  # tokens that a claimed probability counts for
-_KEPT = 1 - 1 / 64  # decay per token
-_FAINTEST = 0.02  # less likely tokens are not drafted
-_TRIED = 16  # proposals before their time is compared with what they save
-_RETRIAL = 16  # steps between proposals of a drafter that takes longer than it saves
-_RECENT = 1 / 16  # weight of the last step in means
+_TRIED = 16  # proposals whose time is compared with what they save; steps until a drafter is tried again
 
 
 class ClaimCalibration:
@@ -63,13 +58,13 @@ class ClaimCalibration:
     def probability(self, claimed: float) -> float:
         """Return the calibrated probability, in [0, 1)."""
         place = _bin(claimed)
-        return (self._hits[place] + _PRIOR_WEIGHT * min(claimed, 0.99)) / (self._counts[place] + _PRIOR_WEIGHT)
+        return (self._hits[place] + PRIOR_WEIGHT * min(claimed, 0.99)) / (self._counts[place] + PRIOR_WEIGHT)
 
     def learn(self, claimed: float, hit: bool) -> None:
         """Observe whether a token of this claimed probability came."""
         place = _bin(claimed)
-        self._hits[place] = _KEPT * self._hits[place] + hit
-        self._counts[place] = _KEPT * self._counts[place] + 1
+        self._hits[place] = KEPT * self._hits[place] + hit
+        self._counts[place] = KEPT * self._counts[place] + 1
 
 
 def _bin(claimed: float) -> int:
@@ -98,6 +93,7 @@ class UserSource:
         now: returns the time in seconds.
 
     Attributes:
+        name: name of the proposed tokens.
         problem: the first error; nothing is proposed after it.
         observes, observes_prompt: whether the drafter observes the predictions of passes, and those of the prompt.
     """
@@ -116,7 +112,7 @@ class UserSource:
     ) -> None:
         self._draws = nullcontext() if draws is None else draws
         self.problem: Exception | None = None
-        self._drafter, self._request = drafter, object()
+        self._drafter, self.name, self._request = drafter, drafter.name, object()
         self._vocabulary, self._excluded, self._longest = vocabulary, frozenset(excluded), longest
         self._most = getattr(drafter, "continuations", UserDrafter.continuations)
         self._ranks = [Agreement() for _ in range(self._most)]
@@ -131,11 +127,6 @@ class UserSource:
         self._asking_s = self._saved = 0.0  # per proposal: seconds, and accepted tokens
         self._token_s = 0.0  # recent seconds per token of the row
 
-    @property
-    def name(self) -> str:
-        """Name of the proposed tokens."""
-        return self._drafter.name
-
     def begin(self, prompt: Sequence[int], new: Sequence[int]) -> None:
         """Begin the row's text with a prompt and the first tokens of the answer."""
         self._begun = True
@@ -146,7 +137,7 @@ class UserSource:
         """Learn tokens of the answer, and who proposed them."""
         self._call("learn", partial(self._drafter.learn, self._request, tuple(new)))
         if sources and self._asked:
-            self._saved += _RECENT * (sources.count(self.name) - self._saved)
+            self._saved += (sources.count(self.name) - self._saved) / _TRIED
 
     def see_prompt(self, tokens: Sequence[int], entries: Ints) -> None:
         """Pass on the predictions at tokens of the prompt, once the text has begun."""
@@ -166,8 +157,7 @@ class UserSource:
     def observe(self, emitted: int, seconds: float) -> None:
         """Learn the duration of a step."""
         if emitted:
-            each = seconds / emitted
-            self._token_s += (_RECENT if self._token_s else 1.0) * (each - self._token_s)
+            self._token_s += (seconds / emitted - self._token_s) / (_TRIED if self._token_s else 1)
 
     def end(self) -> None:
         """End the text, once."""
@@ -191,7 +181,7 @@ class UserSource:
         self._asked = self._call("propose", partial(self._proposed, tuple(context))) or []
         self._proposals += 1
         took = self._now() - start
-        self._asking_s += (_RECENT if self._proposals > 1 else 1.0) * (took - self._asking_s)
+        self._asking_s += (took - self._asking_s) / (_TRIED if self._proposals > 1 else 1)
         if self._alone:
             return [Guess(asked.tokens, self.name) for asked in self._asked]
         return [guess for asked in self._asked if (guess := self._guess(asked)).tokens]
@@ -200,7 +190,7 @@ class UserSource:
         """Return False where proposals have lately taken longer than the accepted tokens would without them."""
         if not self._sized or self._proposals < _TRIED or self._saved * self._token_s >= self._asking_s:
             return True
-        self._skipped = (self._skipped + 1) % _RETRIAL
+        self._skipped = (self._skipped + 1) % _TRIED
         return not self._skipped
 
     def _call(self, method: str, call: Callable[[], Any]) -> Any:
@@ -258,7 +248,7 @@ class UserSource:
         scores, score = list[float](), 1.0
         for place in range(len(asked.tokens)):
             score *= self._probability(asked, place)
-            if score < _FAINTEST:
+            if score < FAINTEST:
                 break
             scores.append(score)
         return Guess(asked.tokens[: len(scores)], self.name, scores)
@@ -312,7 +302,7 @@ class LoneSources(Drafter):
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         """Return the tree of all proposals, as many as may be fed."""
         tree, constraint = TokenTree(context[-1], max_depth), self._constraint
-        lead = [] if constraint is None else list(constraint.lead(context)[:LONGEST_LEAD])
+        lead = [] if constraint is None else list(constraint.lead(context)[:LONGEST_CHAIN])
         self._plant(tree, lead, LEAD)
         below = [*context, *lead] if lead else context
         for guess in (guess for source in self._own for guess in source.guesses(below)):
@@ -362,10 +352,6 @@ class SourcedDrafter(ForwardingDrafter):
         if self._drafter.learns_prompts:
             super().learn_prompt(tokens, start, entries)
         self._prompt.append((tuple(tokens[start : start + len(entries)]), entries.copy()))
-
-    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """See `Drafter`."""
-        return self._read(super().draft(context, max_depth))
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""

@@ -17,7 +17,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.kernels.layout import LONGEST, MOST_CANDIDATES, MTP_WIDTH, Doubles, Ints
+from lade.decoding.kernels.layout import LONGEST, MOST_CANDIDATES, MTP_DEPTHS, MTP_WIDTH, Doubles, Ints
 from lade.decoding.kernels.tables import Tables
 from lade.decoding.tree import TokenTree
 from lade.native.kernel import (
@@ -46,9 +46,8 @@ FRONTIER = 8
 """Maximum number of nodes per row that a pass of an MTP layer feeds."""
 TAKEN_BACK = 128
 """Maximum number of tokens at the end of a row that may change between two calls."""
-_ROOM = 160  # nodes that can be read at first
-_PREDICTIONS = 64  # of one step at most
-_NO_LIMIT = 2**31 - 1
+_PREDICTIONS = FRONTIER * MTP_DEPTHS  # of one step at most
+_NO_LIMIT: int = np.iinfo(np.int32).max
 
 
 class Frontier(NamedTuple):
@@ -138,7 +137,7 @@ class NativeTree:
         """
         room = max(max(stages)[0], 1 + len(lead))
         if room > len(self._columns.scores):
-            self._columns = Columns(max(_ROOM, 2 * room))
+            self._columns = Columns(2 * room)
         last, sizes = [*tokens[-LONGEST:], *lead], [*chain.from_iterable(stages)]
         limits = _NO_LIMIT if max_depth is None else max_depth, OPTIMISM
         start = len(tokens) - 1, last, len(lead), self._predictions, self._predicted
