@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import correlation, linear_regression
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from lade.errors import InputError, MissingExtraError
 from lade_lab import results
-from lade_lab.report.theme import LIGHT, RC, as_svg
+from lade_lab.report.theme import LIGHT, RC, save_figure
 from lade_lab.results import Environment, Mismatch, Model, Settings, Workload
 
 if TYPE_CHECKING:
@@ -107,13 +108,11 @@ def fit_line(fed: Sequence[float], rates: Sequence[float]) -> Line | None:
         fed: T of each point, at least 1.
         rates: S of each point.
     """
-    x, y = np.log2(np.asarray(fed, dtype=float)), np.asarray(rates, dtype=float)
-    if len(x) < 2 or np.ptp(x) == 0.0:
+    if len(set(fed)) < 2:
         return None
-    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
-    intercept = float(y.mean() - slope * x.mean())
-    left, total = float(((y - intercept - slope * x) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
-    return Line(slope, intercept, 1.0 - left / total if total > 0.0 else 1.0, len(x))
+    logs = [math.log2(each) for each in fed]
+    slope, intercept = linear_regression(logs, rates)
+    return Line(slope, intercept, correlation(logs, rates) ** 2 if len(set(rates)) > 1 else 1.0, len(logs))
 
 
 def fit_expectation(points: Sequence[tuple[int, float, float]]) -> Expectation | None:
@@ -301,15 +300,11 @@ def save_figures(scaling: Scaling, folder: Path) -> list[Path]:
         raise MissingExtraError("matplotlib", "bench")
     from matplotlib import rc_context
 
-    svg, png = folder / "scaling.svg", folder / "scaling.png"
     try:
         with rc_context(RC):
-            figure = draw(scaling)
-            svg.write_text(as_svg(figure), encoding="utf-8")
-            figure.savefig(png, dpi=144, metadata={"Software": None})
+            return save_figure(draw(scaling), folder, "scaling")
     except OSError as problem:
         raise InputError(f"figures cannot be written to {str(folder)!r} ({problem}): give another --out") from problem
-    return [svg, png]
 
 
 def draw(scaling: Scaling) -> Figure:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from lade.errors import MissingExtraError
 from lade_lab.breakdown import Point, acceptance, points_of
 from lade_lab.report.prose import LOSS, caption, is_loss, workload_name
-from lade_lab.report.theme import LIGHT, RC, as_svg
+from lade_lab.report.theme import LIGHT, RC, save_figure
 from lade_lab.results import Results
 from lade_lab.summary import Row, curves_of, summarise
 
@@ -118,10 +118,7 @@ def save_figures(results: Results, folder: str | os.PathLike[str], names: Collec
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in _drawn(results, names):
-        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-        svg.write_text(as_svg(figure), encoding="utf-8")
-        figure.savefig(png, dpi=144, metadata={"Software": None})
-        written += [svg, png]
+        written += save_figure(figure, folder, name)
     return written
 
 
