@@ -102,12 +102,7 @@ def _expected(alpha: Vector, ngram: int, candidates: float) -> Vector:
 
 
 def fit_line(fed: Sequence[float], rates: Sequence[float]) -> Line | None:
-    """Least squares of S on log2 T; None for fewer than two different T.
-
-    Args:
-        fed: T of each point, at least 1.
-        rates: S of each point.
-    """
+    """Least squares of S on log2 T; None for fewer than two different T."""
     if len(set(fed)) < 2:
         return None
     logs = [math.log2(each) for each in fed]
@@ -167,14 +162,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Point:
-    """One size, on all prompts.
-
-    Attributes:
-        window, ngram, guesses: W, N and G.
-        steps: forward passes after prefill, one entry a prompt.
-        fed: tokens fed in all of them, one entry a prompt.
-        accepted: tokens emitted in all of them, one entry a prompt.
-    """
+    """One size, on all prompts: for each of them the passes after prefill, and what these were fed and emitted."""
 
     window: int
     ngram: int
@@ -284,13 +272,6 @@ _CURVE_POINTS = 100
 
 def save_figures(scaling: Scaling, folder: Path) -> list[Path]:
     """Draw it as an SVG that suits light and dark pages, and as PNG.
-
-    Args:
-        scaling: has one point at least.
-        folder: where to put `scaling.svg` and `scaling.png`.
-
-    Returns:
-        The files.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

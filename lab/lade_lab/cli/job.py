@@ -170,16 +170,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Plan:
-    """A benchmark, checked as far as that can be done without a model.
-
-    Attributes:
-        loading: the model, and how to load it.
-        draft: as on the command line.
-        methods, workloads, settings: what to run.
-        out: folder for everything.
-        files: what becomes of the results.
-        weights: how the model's are laid out and run.
-    """
+    """A benchmark, checked as far as that can be done without a model."""
 
     loading: options.Loading
     draft: str | None

@@ -51,16 +51,7 @@ def around(x: float, y: float, reach: float) -> Box:
 
 
 def place(name: str, x: float, y: float, size: float, taken: list[Box], sheet: Box) -> Spot:
-    """The spot beside a mark where a name covers least of what is there, off the sheet included.
-
-    Args:
-        name: what is written.
-        x: of the mark.
-        y: of the mark.
-        size: of the font.
-        taken: boxes that are covered already; the name's own is added.
-        sheet: where names may be.
-    """
+    """The spot beside a mark where a name covers least of what is there, off the sheet included."""
     boxes = [_box(spot, x, y, len(name) * size * CHARACTER, size) for spot in SPOTS]
     covered = [sum(_shared(box, other) for other in taken) + _area(box) - _shared(box, sheet) for box in boxes]
     best = covered.index(min(covered))

@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_served_is_refused(lade, unsupported, prompts, ou
 
 def test_a_model_in_16_bits_is_made_invariant(scaling, monkeypatch):
     """Otherwise texts differ at near ties, and those of integer weights are refused."""
-    seen = watched(monkeypatch, study.OwnArm, "complete", lambda arm, *_: invariance_of(arm._model))
+    seen = watched(monkeypatch, study.OwnArm, "__init__", lambda arm, method, model, *_: invariance_of(model))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:  # for the threads that it is then called with
