@@ -9,16 +9,16 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import CONFIGS, Listener
+from same_as_plain import CONFIGS, Listener, assert_same_tokens
 from spies import watched
 from transformers import BatchEncoding
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig, Memory, Stats
 from lade.testing import toy_model
 from lade.tuning import cost_cache
 
-VOCABULARIES = {"llama": 48, "qwen3": 53, "gpt2": 90}  # tokens of one may be unknown to another, whose memory is shared
+VOCABULARIES = {"llama": 48, "qwen3": 53, "gpt2": 90}  # tokens of one are unknown to another that shares its memory
 MODELS = {family: toy_model(family, vocabulary=size) for family, size in VOCABULARIES.items()}
 prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
 
@@ -41,6 +41,13 @@ def test_any_window_ngram_guesses_and_prompt_give_plains_tokens(family, config, 
     assert stats.new_tokens == emitted and stats.generations == 1
     assert sum(stats.accepted) == emitted - 1
     assert len(stats.accepted) == len(stats.step_tokens) == stats.steps
+
+
+def test_what_a_larger_vocabulary_has_taught_a_memory_is_not_fed_to_a_smaller_one():
+    config, ids = LookaheadConfig(budget=16, memory=Memory()), torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
+    for family in ("gpt2", "llama"):
+        expected = assert_same_tokens(MODELS[family], config, input_ids=ids, max_new_tokens=40)
+        assert (int(expected.max()) >= VOCABULARIES["llama"]) == (family == "gpt2")
 
 
 @pytest.fixture

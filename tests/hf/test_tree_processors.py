@@ -9,6 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend import NO_CUDA
 from same_as_plain import CONFIGS, assert_same_tokens
 from spies import failing, watched
 from test_sampling import MODELS
@@ -280,7 +281,7 @@ def test_what_is_no_distribution_fails_where_it_is_reached(wrong):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NO_CUDA
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("arguments", [{"temperature": 0.3}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}])

@@ -12,17 +12,13 @@ import comparing
 import pytest
 import torch
 from comparing import PAPER, batch, build, only_fallback, plain, prompt
-from families import FAMILIES, SWITCH, VOCABULARY, family, longrope
+from families import DYNAMIC, FAMILIES, SWITCH, VOCABULARY, family, longrope
 from transformers import PreTrainedModel
 
 import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 CONTEXT = 64
-DYNAMIC = {
-    "max_position_embeddings": SWITCH,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-}
 
 
 assert_same_beams = partial(comparing.assert_same_beams, num_beams=3, num_return_sequences=2)

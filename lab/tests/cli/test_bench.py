@@ -5,9 +5,8 @@ import re
 import signal
 
 import pytest
-import torch
 from huggingface_hub import HfApi
-from pretend import not_found
+from pretend import not_found, torch_threads
 from spies import answered, watched
 from test_cli_errors import fails
 
@@ -201,11 +200,8 @@ def test_inflated(bench, out, folder):
 
 
 def test_threads(bench, out):
-    before = torch.get_num_threads()
-    try:
+    with torch_threads() as before:
         assert bench("--threads", before + 1, "--limit", 1, methods="plain").exit_code == 0
-    finally:
-        torch.set_num_threads(before)
     assert Results.load(out / "results.json").environment.threads == before + 1
 
 

@@ -4,8 +4,7 @@ import json
 import signal
 
 import pytest
-import torch
-from pretend import not_found
+from pretend import not_found, torch_threads
 from spies import answered, watched
 from test_cli_errors import fails
 
@@ -147,11 +146,7 @@ def test_a_model_that_cannot_be_served_is_refused(lade, unsupported, prompts, ou
 def test_a_model_in_16_bits_is_made_invariant(scaling, monkeypatch):
     """Otherwise texts differ at near ties, and those of integer weights are refused."""
     seen = watched(monkeypatch, study.OwnArm, "__init__", lambda arm, method, model, *_: invariance_of(model))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:  # for the threads that it is then called with
+    with torch_threads(2):  # it is for the threads that it is then called with
         result = scaling("--dtype", "bf16", "--threads", "1")
-    finally:
-        torch.set_num_threads(before)
     assert result.exit_code == 0, result.output
     assert seen and None not in seen
