@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,20 @@ from transformers import dynamic_module_utils
 from lade.backends.cpu.invariant import make_invariant, trials
 from lade.backends.cuda_graphs import static_cache
 from lade.model import prefill
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+
+
+@contextmanager
+def torch_threads(number: int | None = None) -> Iterator[int]:
+    """Have torch use so many threads within this context, or leave that to it; yields how many there were."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
 
 
 def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:

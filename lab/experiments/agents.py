@@ -49,13 +49,7 @@ TEMPLATE = (
 
 
 class Turn(NamedTuple):
-    """One answer of an agent.
-
-    Attributes:
-        number: number of the answer in its run, from 1.
-        prompt: ids of the conversation so far.
-        answer: ids of the answer.
-    """
+    """One answer of an agent, from number 1 on in its run, and the conversation before it, as ids."""
 
     number: int
     prompt: list[int]
@@ -181,13 +175,7 @@ def by_server(size: int, runs: Sequence[Sequence[Mapping[str, Any]]], model: Any
 
 
 class Asked(NamedTuple):
-    """One request of an agent.
-
-    Attributes:
-        number: number of the answer in its run, from 1.
-        messages: the conversation so far.
-        answer: the recorded answer.
-    """
+    """One request of an agent: the number of its answer in the run, the conversation so far and the recorded answer."""
 
     number: int
     messages: list[dict[str, str]]

@@ -30,13 +30,7 @@ CONTEXT_LINES = 1
 
 
 class Edit(NamedTuple):
-    """One task, in ids.
-
-    Attributes:
-        prompt: instruction and code.
-        before: the code before the edit, the prediction.
-        answer: what the model writes.
-    """
+    """One task, in ids: instruction and code, the code before the edit (the prediction), what the model writes."""
 
     prompt: list[int]
     before: list[int]

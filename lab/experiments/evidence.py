@@ -114,14 +114,7 @@ def renewed(page: str, results: Path) -> str:
 
 
 def run(model: str, data: Path, results: Path, minutes: float) -> None:
-    """Run all experiments that have no result yet.
-
-    Args:
-        model: folder, hub id or GGUF file.
-        data: folder with the data.
-        results: folder of the results.
-        minutes: how long the ledger and the schemas may take, each; the others take the tasks that they take.
-    """
+    """Run all experiments that have no result yet; ledger and schemas may take so many minutes each."""
     results.mkdir(parents=True, exist_ok=True)
     prompts = data / "mt_bench" / "question.jsonl"
     until = time.monotonic() + 60 * minutes

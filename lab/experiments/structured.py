@@ -115,11 +115,8 @@ def judged(schema: Any, plain: Reply, reply: Reply) -> dict[str, Any]:
     found |= {"finish": reply.finish, "invalid": False, "tokens": len(reply.tokens), "steps": reply.steps}
     if reply.error:
         found["different"] = False
-    elif reply.finish == "stop":
-        try:
-            jsonschema.validate(json.loads(reply.text), schema)
-        except (ValueError, jsonschema.ValidationError) as problem:
-            found["invalid"], found["why"] = True, str(problem)[:300]
+    elif reply.finish == "stop" and (why := misfit(reply.text, schema)):
+        found["invalid"], found["why"] = True, why
     if found["different"]:
         found |= {"plain": plain.text, "own": reply.text}
     return {**found, "cached": reply.cached}
@@ -221,22 +218,21 @@ def run_calls(url: str, folder: Path, limit: int, tokens: int, until: float) -> 
         counts[f"refused: {cause(reply.error)}" if reply.error else f"ended by {reply.finish}"] += 1
         for call in reply.calls if reply.finish == "tool_calls" else ():
             counts["calls"] += 1
-            try:
-                arguments = json.loads(call["function"]["arguments"])
-            except ValueError:
+            said, named = call["function"], {function["name"]: function["parameters"] for function in functions}
+            if misfit(said["arguments"], {}):
                 counts["arguments that do not parse"] += 1
-                continue
-            named = {function["name"]: function["parameters"] for function in functions}
-            counts["arguments that do not fit"] += not _fits(arguments, named[call["function"]["name"]])
+            else:
+                counts["arguments that do not fit"] += bool(misfit(said["arguments"], named[said["name"]]))
     return dict(counts)
 
 
-def _fits(arguments: Any, schema: Any) -> bool:
+def misfit(text: str, schema: Any) -> str:
+    """Return why a text is not JSON that fits a schema; "" if it is."""
     try:
-        jsonschema.validate(arguments, schema)
-    except jsonschema.ValidationError:
-        return False
-    return True
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError) as problem:
+        return str(problem)[:300]
+    return ""
 
 
 @contextmanager

@@ -32,9 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
-import jsonschema
 import typer
-from structured import PROMPT, cause, lines
+from structured import PROMPT, cause, lines, misfit
 from transformers import AutoTokenizer
 
 from lade.embedded import model_path
@@ -107,15 +106,6 @@ def accepted(url: str) -> float:
     return sum(map(float, found))
 
 
-def valid(text: str, schema: Any) -> bool:
-    """Return whether an answer that ended is JSON that fits its schema."""
-    try:
-        jsonschema.validate(json.loads(text), schema)
-    except (ValueError, jsonschema.ValidationError):
-        return False
-    return True
-
-
 def summary(records: Sequence[Record]) -> list[Record]:
     """Return a row of the table for each server, speculation, temperature and number of users."""
     rows = list[Record]()
@@ -181,7 +171,7 @@ def ask(
         for each, reply in zip(found, replies, strict=True):
             fields = {"server": server, "speculation": speculation, "temperature": temperature, "users": users}
             if reply.get("ended"):
-                reply["valid"] = valid(reply["text"], each["schema"])
+                reply["valid"] = not misfit(reply["text"], each["schema"])
             written.append({**fields, "id": each["id"], "accepted": 0, **reply})
         if server != "llama-server":  # those of all answers, noted with the first
             next(each for each in written if "tokens" in each)["accepted"] = accepted(url) - before

@@ -16,11 +16,6 @@ SOURCES = ("prompt", "text", "memory", "pool", "window", "bonus")
 def acceptance(results: Results, method: str, workload: str | None = None) -> list[dict[str, float]]:
     """For each place in a step (the first is the one after the root), the share of steps that emitted a token there.
 
-    Args:
-        results: a run.
-        method: its name.
-        workload: only this one.
-
     Returns:
         One dictionary a place: sources, in the order of `SOURCES`, to shares of the method's steps. Their sum falls
         from place to place, and all of them together are its tokens per step. Empty where sources were not recorded.

@@ -193,10 +193,6 @@ class Growth:
 def choose(model: PreTrainedModel, wanted: Wanted) -> Sizes:
     """The most usual proportions that have the wanted number of parameters.
 
-    Args:
-        model: the small model.
-        wanted: what is given; the rest is chosen.
-
     Raises:
         ConfigError: a size is out of range, or no sizes come within 3 % of `params`.
     """

@@ -25,13 +25,7 @@ class NoServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class LiveServer:
-    """A server that answers.
-
-    Attributes:
-        url: its address.
-        pid: its process.
-        model: the name that requests may give.
-    """
+    """A server that answers."""
 
     url: str
     pid: int
@@ -45,11 +39,7 @@ def _popen(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def live_server(options: Sequence[str], log: Path) -> Iterator[LiveServer]:
-    """Run `lade serve` on a free port until the context ends, by SIGTERM.
-
-    Args:
-        options: of the command line.
-        log: file that standard error is appended to.
+    """Run `lade serve` on a free port until the context ends; standard error is appended to the log.
 
     Raises:
         NoServerError: it ends before it is ready, or with another exit code than 0.
@@ -76,14 +66,7 @@ def live_server(options: Sequence[str], log: Path) -> Iterator[LiveServer]:
 
 
 class Reply(NamedTuple):
-    """What came back.
-
-    Attributes:
-        status: HTTP status.
-        body: the body, whole.
-        headers: by names in small letters.
-        seconds: from the request to the end of the body.
-    """
+    """What came back: names of headers in small letters, and the seconds from the request to the end of the body."""
 
     status: int
     body: bytes
@@ -97,12 +80,7 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """One connection, kept between requests and opened again when it has rested for long.
-
-    Args:
-        url: address of the server.
-        timeout_s: for each read.
-    """
+    """One connection, kept between requests and opened again when it has rested for long."""
 
     _REST_S = 2.0
 

@@ -11,11 +11,7 @@ from lade.decoding.tree import TokenTree
 
 
 class MtpChain:
-    """The likeliest token after the last one, and after that, by an MTP layer alone; see `PredictedTree`.
-
-    Args:
-        depth: tokens of the chain, one for each pass of the layer.
-    """
+    """The likeliest token after the last one, and after that, by an MTP layer alone; see `PredictedTree`."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -40,11 +36,7 @@ class MtpChain:
 
 
 class MtpChainDrafter(Drafter):
-    """Feeds a chain of the checkpoint's MTP layer, as transformers, vLLM and SGLang do; see `Drafter`.
-
-    Args:
-        depth: tokens drafted in a step.
-    """
+    """Feeds a chain of the checkpoint's MTP layer, as transformers, vLLM and SGLang do; see `Drafter`."""
 
     def __init__(self, depth: int) -> None:
         self.mtp: MtpChain = MtpChain(depth)

@@ -35,12 +35,7 @@ WINDOW = 512
 
 
 class RecordedRunner:
-    """A runner that follows a given text, with one-hot logits: a `Runner` on a `ListCache`.
-
-    Args:
-        text: the ids of prompt and answer.
-        vocabulary: V, the vocabulary size.
-    """
+    """A runner that follows a given text, with one-hot logits: a `Runner` on a `ListCache`."""
 
     def __init__(self, text: Sequence[int], vocabulary: int) -> None:
         self._text, self._vocabulary = list(text), vocabulary
@@ -89,12 +84,6 @@ def alone(drafter: lade.Drafter, vocabulary: int) -> Drafter:
 
 def replay(prompt: Sequence[int], answer: Sequence[int], drafter: lade.Drafter, vocabulary: int) -> lade.Stats:
     """Return the figures of decoding a recorded answer by a method that does not read logits.
-
-    Args:
-        prompt: ids of the prompt.
-        answer: ids of the answer, at least one.
-        drafter: the method, which drafts alone.
-        vocabulary: V, the vocabulary size.
 
     Raises:
         AssertionError: the method wrote another text.

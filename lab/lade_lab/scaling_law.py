@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import correlation, linear_regression
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from lade.errors import InputError, MissingExtraError
 from lade_lab import results
-from lade_lab.report.theme import LIGHT, RC, as_svg
+from lade_lab.report.theme import LIGHT, RC, save_figure
 from lade_lab.results import Environment, Mismatch, Model, Settings, Workload
 
 if TYPE_CHECKING:
@@ -101,19 +102,12 @@ def _expected(alpha: Vector, ngram: int, candidates: float) -> Vector:
 
 
 def fit_line(fed: Sequence[float], rates: Sequence[float]) -> Line | None:
-    """Least squares of S on log2 T; None for fewer than two different T.
-
-    Args:
-        fed: T of each point, at least 1.
-        rates: S of each point.
-    """
-    x, y = np.log2(np.asarray(fed, dtype=float)), np.asarray(rates, dtype=float)
-    if len(x) < 2 or np.ptp(x) == 0.0:
+    """Least squares of S on log2 T; None for fewer than two different T."""
+    if len(set(fed)) < 2:
         return None
-    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
-    intercept = float(y.mean() - slope * x.mean())
-    left, total = float(((y - intercept - slope * x) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
-    return Line(slope, intercept, 1.0 - left / total if total > 0.0 else 1.0, len(x))
+    logs = [math.log2(each) for each in fed]
+    slope, intercept = linear_regression(logs, rates)
+    return Line(slope, intercept, correlation(logs, rates) ** 2 if len(set(rates)) > 1 else 1.0, len(logs))
 
 
 def fit_expectation(points: Sequence[tuple[int, float, float]]) -> Expectation | None:
@@ -168,14 +162,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Point:
-    """One size, on all prompts.
-
-    Attributes:
-        window, ngram, guesses: W, N and G.
-        steps: forward passes after prefill, one entry a prompt.
-        fed: tokens fed in all of them, one entry a prompt.
-        accepted: tokens emitted in all of them, one entry a prompt.
-    """
+    """One size, on all prompts: for each of them the passes after prefill, and what these were fed and emitted."""
 
     window: int
     ngram: int
@@ -286,13 +273,6 @@ _CURVE_POINTS = 100
 def save_figures(scaling: Scaling, folder: Path) -> list[Path]:
     """Draw it as an SVG that suits light and dark pages, and as PNG.
 
-    Args:
-        scaling: has one point at least.
-        folder: where to put `scaling.svg` and `scaling.png`.
-
-    Returns:
-        The files.
-
     Raises:
         MissingExtraError: matplotlib is not installed.
         InputError: a file cannot be written.
@@ -301,15 +281,11 @@ def save_figures(scaling: Scaling, folder: Path) -> list[Path]:
         raise MissingExtraError("matplotlib", "bench")
     from matplotlib import rc_context
 
-    svg, png = folder / "scaling.svg", folder / "scaling.png"
     try:
         with rc_context(RC):
-            figure = draw(scaling)
-            svg.write_text(as_svg(figure), encoding="utf-8")
-            figure.savefig(png, dpi=144, metadata={"Software": None})
+            return save_figure(draw(scaling), folder, "scaling")
     except OSError as problem:
         raise InputError(f"figures cannot be written to {str(folder)!r} ({problem}): give another --out") from problem
-    return [svg, png]
 
 
 def draw(scaling: Scaling) -> Figure:

@@ -87,13 +87,7 @@ def ask(url: str, body: Mapping[str, Any]) -> Reply:
 
 
 def ask_streamed(url: str, body: Mapping[str, Any], leave_after: int | None = None) -> Reply:
-    """Post a request for a stream of one text completion, and return what was streamed, joined.
-
-    Args:
-        url: URL of the endpoint.
-        body: body of the request.
-        leave_after: number of events after which the connection is closed; None reads all.
-    """
+    """Post a request for a stream of one text completion; return it joined, up to so many events."""
     found, events = Reply(), 0
     asked = {**body, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
     try:

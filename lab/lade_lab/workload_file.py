@@ -100,10 +100,6 @@ def read_bytes(path: Path) -> bytes:
 def parse(raw: bytes, path: Path) -> list[Entry]:
     """The objects of a file, at least one.
 
-    Args:
-        raw: its bytes, gzipped if the name ends in `.gz`.
-        path: for messages, and whether they are gzipped.
-
     Raises:
         InputError: it is not gzip, not UTF-8 or not JSON, or it has no objects.
     """

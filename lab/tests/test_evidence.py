@@ -195,9 +195,9 @@ def test_other_servers_are_compared_with_themselves(monkeypatch):
     assert (plain["different"], plain["invalid"], plain["tokens per step"]) == (0, 0, 1.0)
     assert (ngram["asked"], ngram["answered"], ngram["ended"]) == (4, 3, 2)
     assert (ngram["compared"], ngram["different"], ngram["invalid"]) == (2, 1, 1)
-    assert ngram["tokens per step"] == 9 / 7 and peers.valid('{"x": "no"}', SCHEMAS[0]["schema"])
+    assert ngram["tokens per step"] == 9 / 7 and not peers.misfit('{"x": "no"}', SCHEMAS[0]["schema"])
     assert peers.message_of('{"error": {"message": "no"}}') == "no" and peers.message_of("busy") == "busy"
-    assert not peers.valid("{", SCHEMAS[0]["schema"]) and not peers.valid("3", SCHEMAS[0]["schema"])
+    assert peers.misfit("{", SCHEMAS[0]["schema"]) and peers.misfit("3", SCHEMAS[0]["schema"])
 
 
 def test_weights_of_a_gguf_file_pair_what_is_rotated_together(monkeypatch):

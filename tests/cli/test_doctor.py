@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from pretend import torch_threads
 
 from lade.cli import diagnosis
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
@@ -146,11 +147,8 @@ def test_it_says_what_is_packed_and_invariant_and_why_not(lade, folder):
 
 
 def test_threads(lade, folder, saved):
-    before = torch.get_num_threads()
-    try:
+    with torch_threads():
         lade("doctor", "-m", folder, "--threads", 3, "--seconds", 2)
-    finally:
-        torch.set_num_threads(before)
     assert [record["key"]["threads"] for record in saved()] == [3]
 
 

@@ -18,10 +18,11 @@ PAPERS = st.builds(
     seed=st.integers(0, 3),
 )
 SHARED = lade.Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
+SMALL = lade.Memory(60_000)  # forgets all the time
 CONFIGS = PAPERS | st.builds(
     lade.LookaheadConfig,
     budget=st.none() | st.integers(1, 40),
-    memory=st.sampled_from([None, SHARED]),
+    memory=st.sampled_from([None, SHARED, SMALL]),
     prompt_ngrams=st.booleans(),
     seed=st.integers(0, 3),
 )
@@ -74,6 +75,16 @@ def assert_same_cache(ours, plain, mask=None):
             shown[:, 0, : mask.shape[1], 0] = mask.repeat_interleave(rows // len(mask), dim=0)
         torch.testing.assert_close(layer.keys * shown, expected.keys * shown)
         torch.testing.assert_close(layer.values * shown, expected.values * shown)
+
+
+def assert_same_tokens(model, lookahead=PAPER, *, seed=0, stats=None, **arguments):
+    """Plain's ids, and plain's generator afterwards; returns the ids."""
+    torch.manual_seed(seed)
+    expected, state = model.generate(**arguments), torch.get_rng_state()
+    torch.manual_seed(seed)
+    assert torch.equal(lade.generate(model, lookahead=lookahead, stats=stats, **arguments), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    return expected
 
 
 def both(model, lookahead=PAPER, *, stats=None, seed=None, **arguments):

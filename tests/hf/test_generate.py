@@ -9,15 +9,17 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import CONFIGS
+from same_as_plain import CONFIGS, Listener, assert_same_tokens
+from spies import watched
 from transformers import BatchEncoding
-from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig, Memory, Stats
 from lade.testing import toy_model
+from lade.tuning import cost_cache
 
-MODELS = {family: toy_model(family) for family in ("llama", "qwen3", "gpt2")}
+VOCABULARIES = {"llama": 48, "qwen3": 53, "gpt2": 90}  # tokens of one are unknown to another that shares its memory
+MODELS = {family: toy_model(family, vocabulary=size) for family, size in VOCABULARIES.items()}
 prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
 
 
@@ -39,6 +41,13 @@ def test_any_window_ngram_guesses_and_prompt_give_plains_tokens(family, config, 
     assert stats.new_tokens == emitted and stats.generations == 1
     assert sum(stats.accepted) == emitted - 1
     assert len(stats.accepted) == len(stats.step_tokens) == stats.steps
+
+
+def test_what_a_larger_vocabulary_has_taught_a_memory_is_not_fed_to_a_smaller_one():
+    config, ids = LookaheadConfig(budget=16, memory=Memory()), torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
+    for family in ("gpt2", "llama"):
+        expected = assert_same_tokens(MODELS[family], config, input_ids=ids, max_new_tokens=40)
+        assert (int(expected.max()) >= VOCABULARIES["llama"]) == (family == "gpt2")
 
 
 @pytest.fixture
@@ -108,28 +117,15 @@ def test_gradients_stay_switched_on_for_the_consumer_of_a_stream(model, ids):
         assert torch.is_grad_enabled()
 
 
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.calls = []
-
-    def put(self, value):
-        self.calls.append(value.tolist())
-
-    def end(self):
-        self.calls.append("end")
-
-
 def test_a_streamer_hears_what_plain_decoding_would_tell_it(model, ids):
-    expected = Recorder()
+    expected, through_generate, through_decoder, plainly = (Listener() for _ in range(4))
     model.generate(ids, max_new_tokens=25, streamer=expected)
-    through_generate, through_decoder = Recorder(), Recorder()
     lade.generate(model, input_ids=ids, max_new_tokens=25, streamer=through_generate)
     model.generate(ids, max_new_tokens=25, custom_generate=lade.decoder(streamer=through_decoder))
-    assert through_generate.calls == through_decoder.calls == expected.calls
     with pytest.warns(lade.FallbackWarning):
-        plainly = Recorder()
         model.generate(ids, max_new_tokens=25, use_cache=False, custom_generate=lade.decoder(streamer=plainly))
-    assert plainly.calls == expected.calls
+    for each in (through_generate, through_decoder, plainly):
+        assert (each.received, each.ends) == (expected.received, 1)
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -140,27 +136,27 @@ def test_a_refusal_after_decoding_has_begun_is_an_error_and_no_reason_to_fall_ba
         raise lade.UnsupportedModelError("not in this pass", "none")
 
     model.lm_head.register_forward_hook(refuse)
-    recorder = Recorder() if beams == 1 else None
+    listener = Listener() if beams == 1 else None
     with pytest.raises(lade.UnsupportedModelError, match="not in this pass"):
-        lade.generate(model, input_ids=ids, max_new_tokens=5, num_beams=beams, streamer=recorder)
-    assert recorder is None or recorder.calls == [ids.tolist(), "end"]
+        lade.generate(model, input_ids=ids, max_new_tokens=5, num_beams=beams, streamer=listener)
+    assert listener is None or (listener.received, listener.ends) == ([ids.tolist()], 1)
 
 
 def test_a_broken_streamer_raises_its_own_first_error(model, ids):
-    class Broken(Recorder):
+    class Broken(Listener):
         def put(self, value):
             super().put(value)
-            if len(self.calls) == 4:
+            if len(self.received) == 4:
                 raise BrokenPipeError("put")
 
         def end(self):
             super().end()
             raise ValueError("end")
 
-    recorder = Broken()
+    listener = Broken()
     with pytest.raises(BrokenPipeError, match="put") as caught:
-        lade.generate(model, input_ids=ids, max_new_tokens=9, streamer=recorder)
-    assert caught.value.__context__ is None and recorder.calls[-1] == "end" and len(recorder.calls) == 5
+        lade.generate(model, input_ids=ids, max_new_tokens=9, streamer=listener)
+    assert caught.value.__context__ is None and (len(listener.received), listener.ends) == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +218,21 @@ def test_what_does_not_generate_is_refused_as_that(way, model):
     ):
         way(model, *given)
     lade.release(model)
+
+
+@pytest.mark.measured_cost
+def test_the_cost_is_measured_once_and_saved(cache_folder, monkeypatch):
+    """By the first generation of a kind of model; the next one uses it, and so does the next process."""
+    given = {"input_ids": torch.tensor([[1, 2, 3, 4, 1, 2, 3]]), "max_new_tokens": 80}
+    measured, before = watched(monkeypatch, cost_cache, "_measured"), set(cache_folder.glob("*.json"))
+    model, later = (toy_model(vocabulary=53, positions=384) for _ in range(2))  # of a shape that no other test has
+    expected = model.generate(**given)
+    assert torch.equal(lade.generate(model, **given), expected) and len(measured) == 1
+    (saved,) = set(cache_folder.glob("*.json")) - before
+    assert '"LlamaForCausalLM"' in saved.read_text(encoding="utf-8")
+    for again in (model, later, later):
+        assert torch.equal(lade.generate(again, **given), expected)
+    assert len(measured) == 1 and set(cache_folder.glob("*.json")) - before == {saved}
 
 
 # --- prompts that are no tensors -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from mtp_toys import heard, llama, llama_with_mtp, load
+from same_as_plain import assert_same_tokens
 from transformers import AutoTokenizer, LogitsProcessor
 
 import lade
@@ -50,24 +51,12 @@ WAYS = {
 }
 
 
-def both(model, inputs, config=BUDGET, seed=5, **arguments):
-    """Plain ids and ours; afterwards the generator has been drawn from equally often."""
-    arguments = {"max_new_tokens": NEW, **arguments}
-    torch.manual_seed(seed)
-    plain, after = model.generate(**inputs, **arguments), torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    ours = lade.generate(model, **inputs, lookahead=config, **arguments)
-    assert torch.equal(torch.random.get_rng_state(), after)
-    return plain, ours
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "config", [BUDGET, LookaheadConfig(mtp=True), LookaheadConfig(budget=24, mtp=True, memory=Memory())]
 )
 def test_one_row(model, way, config):
-    plain, ours = both(model, {"input_ids": PROMPT}, config, **WAYS[way])
-    assert torch.equal(ours, plain)
+    assert_same_tokens(model, config, input_ids=PROMPT, max_new_tokens=NEW, **WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -78,14 +67,12 @@ def test_batches(model, way, config):
         config = LookaheadConfig(budget=10)
         arguments["logits_processor"] = [Users()]
     end = int(model.generate(**PROMPTS, max_new_tokens=NEW)[1, 20])
-    plain, ours = both(model, PROMPTS, config, eos_token_id=end, pad_token_id=0, **arguments)
-    assert torch.equal(ours, plain)
+    assert_same_tokens(model, config, **PROMPTS, max_new_tokens=NEW, eos_token_id=end, pad_token_id=0, **arguments)
 
 
 def test_float32_and_chunked_prompts(tmp_path):
     model = llama_with_mtp(tmp_path, dtype=torch.float32)
-    plain, ours = both(model, {"input_ids": PROMPT.repeat(1, 4)}, prefill_chunk_size=5)
-    assert torch.equal(ours, plain)
+    assert_same_tokens(model, BUDGET, input_ids=PROMPT.repeat(1, 4), max_new_tokens=NEW, prefill_chunk_size=5)
     assert heard(model)
 
 

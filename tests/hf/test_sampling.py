@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_as_plain import assert_same_tokens
 
 import lade
 from lade import LookaheadConfig, Stats
@@ -11,31 +12,18 @@ MODELS = {family: toy_model(family, dtype=torch.float32) for family in ("llama",
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 
 
-def sampled(generate, model, seed, **arguments):
-    """Output and generator state afterwards."""
-    torch.manual_seed(seed)
-    output = generate(model, input_ids=IDS, do_sample=True, **arguments)
-    return output, torch.random.get_rng_state()
-
-
-def plain(model, **arguments):
-    return model.generate(**arguments)
-
-
 def test_a_streamed_sample_is_the_same_sample():
-    expected, _ = sampled(plain, MODELS["llama"], 3, max_new_tokens=30)
+    arguments = {"input_ids": IDS, "do_sample": True, "max_new_tokens": 30}
+    expected = assert_same_tokens(MODELS["llama"], seed=3, **arguments)
     torch.manual_seed(3)
-    steps = lade.stream(MODELS["llama"], input_ids=IDS, do_sample=True, max_new_tokens=30, lookahead=LookaheadConfig())
+    steps = lade.stream(MODELS["llama"], lookahead=LookaheadConfig(), **arguments)
     assert [token for step in steps for token in step.tokens] == expected[0, IDS.shape[1] :].tolist()
 
 
 def test_the_checkpoints_own_generation_config_is_obeyed():
     model = toy_model(dtype=torch.float32)
     model.generation_config.update(do_sample=True, temperature=0.6, top_k=5)
-    torch.manual_seed(1)
-    expected = model.generate(IDS, max_new_tokens=30)
-    torch.manual_seed(1)
-    assert torch.equal(lade.generate(model, input_ids=IDS, max_new_tokens=30, lookahead=LookaheadConfig()), expected)
+    assert_same_tokens(model, LookaheadConfig(), seed=1, input_ids=IDS, max_new_tokens=30)
 
 
 @pytest.mark.slow
@@ -106,7 +94,6 @@ def test_criteria_see_the_scores_so_far():
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
         generate(
-            toy_model(),
             input_ids=IDS,
             max_new_tokens=20,
             stopping_criteria=[watch],
@@ -116,4 +103,5 @@ def test_criteria_see_the_scores_so_far():
         )
         return seen
 
-    assert run(lade.generate, lookahead=LookaheadConfig()) == run(plain)
+    model = toy_model()
+    assert run(lade.generate, model=model, lookahead=LookaheadConfig()) == run(model.generate)

@@ -9,6 +9,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
+from pretend import torch_threads
 from torch import multiprocessing
 
 import lade
@@ -45,10 +46,8 @@ def decoded(model, found):
 @pytest.fixture
 def one_thread():
     """For which invariant models are tried then, and processes are started with."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.mark.slow

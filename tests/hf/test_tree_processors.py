@@ -9,9 +9,10 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import CONFIGS
+from pretend import NO_CUDA
+from same_as_plain import CONFIGS, assert_same_tokens
 from spies import failing, watched
-from test_sampling import MODELS, plain, sampled
+from test_sampling import MODELS
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -66,6 +67,11 @@ def made(name: str) -> Any:
 class Wanting:
     def __call__(self, input_ids, scores, more=1.0):
         return more * scores
+
+
+def sampled(lookahead=LookaheadConfig(), **arguments):  # noqa: B008 - it is never changed
+    """A sample of the first text by the first model."""
+    lade.generate(MODELS["llama"], input_ids=IDS[:1], do_sample=True, lookahead=lookahead, **arguments)
 
 
 def batched(patch, at_once):
@@ -127,12 +133,9 @@ def test_only_those_are_asked_at_once():
 def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppressed, new_tokens, eos, seed, at_once):
     model = MODELS[family]
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
-    expected, expected_state = sampled(plain, model, seed, **arguments)
     with pytest.MonkeyPatch.context() as patched:
         batched(patched, at_once)
-        ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
-    assert torch.equal(ours, expected)
-    assert torch.equal(state, expected_state)
+        assert_same_tokens(model, config, seed=seed, input_ids=IDS[:1], do_sample=True, **arguments)
 
 
 def test_on_a_cpu_they_get_no_text_and_no_copy_of_the_logits(monkeypatch):
@@ -141,7 +144,7 @@ def test_on_a_cpu_they_get_no_text_and_no_copy_of_the_logits(monkeypatch):
 
     seen = watched(monkeypatch, logits_process.TemperatureLogitsWarper, "__call__", see)
     made = watched(monkeypatch, hf_row.TextFreeChooser, "__init__", lambda chooser, *_, **__: chooser)
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
+    sampled(max_new_tokens=5, temperature=0.7)
     assert len(made) == 1 and [length for length, _ in seen] == [0] * 5
     logits = torch.randn(3, 20)
     made[0].bind(logits, [0, 0, 0], [1])(1)
@@ -165,13 +168,13 @@ def test_a_list_is_called_as_transformers_calls_it():
 
 
 def test_it_is_what_was_tried(at_once):
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
+    sampled(max_new_tokens=5, temperature=0.7)
     assert len(at_once) == 1
     least = {"min_new_tokens": 3, "eos_token_id": 7}
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, lookahead=LookaheadConfig(), **least)
+    sampled(max_new_tokens=5, **least)
     assert len(at_once) == 1, "how long the text is must be asked node by node"
     more = {"return_dict_in_generate": True, "output_scores": True}
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, lookahead=LookaheadConfig(), **more)
+    sampled(max_new_tokens=5, **more)
     assert len(at_once) == 1, "so must scores that are to be handed out"
     lade.generate(MODELS["llama"], input_ids=IDS[:1], max_new_tokens=5, do_sample=False)
     assert len(at_once) == 1, "the argmax needs no chooser"
@@ -186,8 +189,8 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
         batched(monkeypatch, at_once)
         stats = lade.Stats()
         for seed in range(3):
-            arguments = {"max_new_tokens": 60, "temperature": 0.8}
-            sampled(lade.generate, MODELS["llama"], seed, lookahead=config, stats=stats, **arguments)
+            torch.manual_seed(seed)
+            sampled(config, max_new_tokens=60, temperature=0.8, stats=stats)
         seen.append((stats.step_tokens, stats.accepted))
     assert seen[0] == seen[1]
 
@@ -198,21 +201,15 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
 def test_batches(at_once, config, arguments):
     arguments = {"do_sample": True, "max_new_tokens": 40, "eos_token_id": 5, "pad_token_id": 0, **arguments}
     for seed in range(4):
-        torch.manual_seed(seed)
-        expected = MODELS["llama"].generate(input_ids=IDS, attention_mask=MASK, **arguments)
-        state = torch.get_rng_state()
-        torch.manual_seed(seed)
-        ours = lade.generate(MODELS["llama"], input_ids=IDS, attention_mask=MASK, lookahead=config, **arguments)
-        assert torch.equal(ours, expected) and torch.equal(torch.get_rng_state(), state)
+        assert_same_tokens(MODELS["llama"], config, seed=seed, input_ids=IDS, attention_mask=MASK, **arguments)
     assert len(at_once) == 12
 
 
 def test_greedy_with_processors(at_once):
     arguments = {"do_sample": False, "max_new_tokens": 40, "suppress_tokens": list(range(20, 60))}
-    expected = MODELS["qwen3"].generate(input_ids=IDS[:1], **arguments)
-    assert not torch.equal(expected, MODELS["qwen3"].generate(input_ids=IDS[:1], do_sample=False, max_new_tokens=40))
     for config in (LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24)):
-        assert torch.equal(lade.generate(MODELS["qwen3"], input_ids=IDS[:1], lookahead=config, **arguments), expected)
+        expected = assert_same_tokens(MODELS["qwen3"], config, input_ids=IDS[:1], **arguments)
+    assert not torch.equal(expected, MODELS["qwen3"].generate(input_ids=IDS[:1], do_sample=False, max_new_tokens=40))
     assert len(at_once) == 2
 
 
@@ -284,7 +281,7 @@ def test_what_is_no_distribution_fails_where_it_is_reached(wrong):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NO_CUDA
 @pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=24), LookaheadConfig()])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("arguments", [{"temperature": 0.3}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}])

@@ -11,6 +11,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_codes import FORMATS, STEPS, drawn_codes
+from pretend import torch_threads
 from torch import nn
 
 from lade.backends.cpu.kernels import At, Room, Stages, dtype_code, kernel
@@ -56,12 +57,9 @@ def test_the_kernel_has_the_bits_of_its_definition(instructions, name, data):
     codes, generator = drawn_codes(name, outputs, inputs, seed), torch.Generator().manual_seed(seed)
     x = inputs_of(rows, inputs, data.draw(st.sampled_from(DTYPES)), generator)
     bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans()) else None
-    dtype, threads = data.draw(st.sampled_from(DTYPES)), torch.get_num_threads()
-    torch.set_num_threads(data.draw(st.integers(1, 3)))
-    try:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    with torch_threads(data.draw(st.integers(1, 3))):
         found = codes.in_panels(HugePages()).product(x, bias, dtype, instructions)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(found, codes.product(x, bias, dtype))
 
 

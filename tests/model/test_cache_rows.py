@@ -5,6 +5,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend import NO_CUDA
 from spies import watched
 
 from lade import TreeCache
@@ -212,9 +213,6 @@ def test_what_has_grown_is_moved_where_it_is_now():
         feed(cache, [range(first, first + 280)])
         cache.keep([[0, 279]], fed=280)
     assert_holds(cache, [[1, 2, 10, 289, 300, 579]])
-
-
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 from inside import attention_name_of
-from pretend import short_trials, use_threads
+from pretend import short_trials, torch_threads, use_threads
 from spies import failing, watched
 from torch import nn
 from transformers import (
@@ -346,17 +346,13 @@ def test_what_cannot_be_made_invariant_is_refused(make, reason):
 
 def test_another_number_of_threads_is_decoded_plainly():
     model = lade.invariant(toy_model(dtype=HALF))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
+    with torch_threads(torch.get_num_threads() + 1) as threads:
         support = lade.supports(model)
         assert not support and re.search(f"for {threads} threads?, but torch now uses {threads + 1}", support.reason)
         ids = torch.arange(1, 9)[None]
         with pytest.warns(lade.FallbackWarning, match="call lade.invariant"):
             ours = lade.generate(model, input_ids=ids, max_new_tokens=5)
         assert torch.equal(ours, model.generate(ids, max_new_tokens=5))
-    finally:
-        torch.set_num_threads(threads)
     assert lade.supports(model)
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pretend import torch_threads
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -70,15 +71,11 @@ def test_a_norm_stays_what_it_was(kind, formula, size, dtype):
 @pytest.mark.parametrize("size", [32, 47, 61])
 def test_a_row_has_the_same_bits_wherever_it_stands(size, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "_MANY", 100)
-    threads = torch.get_num_threads()
     x, weight = torch.randn(40, size).to(dtype), torch.randn(size).to(dtype)
-    try:
-        torch.set_num_threads(1)
+    with torch_threads(1):
         alone = torch.cat([_normalised(row, weight, 1e-5, LLAMA) for row in x.split(1)])
-        torch.set_num_threads(3)
+    with torch_threads(3):
         shared = _normalised(x.view(5, 8, size), weight, 1e-5, LLAMA)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(shared.view(40, size), alone) and torch.equal(_normalised(x[7:], weight, 1e-5, LLAMA), alone[7:])
     turned = _normalised(x.t().contiguous().t(), weight, 1e-5, LLAMA)
     assert torch.equal(turned, alone), "rows that do not lie side by side"

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from pretend import torch_threads
 
 import lade
 from lade.backends.cpu.packing import pack as packing
@@ -48,12 +49,8 @@ def test_a_choice_is_measured_once_for_shapes_and_threads(measured, own_cache):
         assert panel_products.faster_panel(SHAPES) == 16
         next_process()
     assert measured == [((2048, 2048, 4),)]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(before + 1)
+    with torch_threads(torch.get_num_threads() + 1):
         panel_products.faster_panel(SHAPES)
-    finally:
-        torch.set_num_threads(before)
     panel_products.faster_panel(SHAPES + Counter({(64, 64): 1}))
     assert len(measured) == 3 == len(list(own_cache.glob("products/*")))
 

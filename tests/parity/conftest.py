@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Watch
+from pretend import DEVICES, torch_threads
 from spies import watched
 
 from lade.backends.trials import backend as trials
@@ -17,10 +18,13 @@ from lade.model.runner import EagerRunner
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
 
 
 @pytest.fixture

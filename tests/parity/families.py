@@ -256,6 +256,13 @@ def family(name: str) -> Family:
     return next(family for family in [*FAMILIES, *UNLISTED, *RECURRENT_FAMILIES] if str(family) == name)
 
 
+DYNAMIC = {
+    "max_position_embeddings": SWITCH,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+}
+"""Config fields of a rotary scaling whose frequencies go by the length, from `SWITCH` on."""
+
+
 def longrope(context: int = 128) -> dict[str, Any]:
     """Config fields of a rotary scaling that changes its frequencies at `SWITCH`; for heads of 8."""
     return {

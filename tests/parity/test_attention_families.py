@@ -8,6 +8,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
 from families import FAMILIES, WINDOW, Family, family
+from pretend import NO_CUDA
 from spies import watched
 
 import lade
@@ -30,7 +31,6 @@ def interpreted() -> bool:
     return interprets()
 
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NOT_INTERPRETED = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter: make test-kernel")
 DEVICES = [pytest.param("cpu", marks=NOT_INTERPRETED), pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 

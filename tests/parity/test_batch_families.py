@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, batch, build, in_turn, lookahead, plain
-from families import FAMILIES, SWITCH, UNLISTED, family, longrope
+from families import DYNAMIC, FAMILIES, SWITCH, UNLISTED, family, longrope
 
 import lade
 
@@ -77,12 +77,6 @@ def test_up_to_the_very_last_position(name):
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "falcon"])
 def test_rotary_models_run_on_beyond_their_context(name):
     assert_same_batch(build(family(name), max_position_embeddings=32), CONFIGS[:3], lengths=(30, 20, 35))
-
-
-DYNAMIC = {
-    "max_position_embeddings": SWITCH,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-}
 
 
 @pytest.mark.one_in(6)

@@ -12,17 +12,13 @@ import comparing
 import pytest
 import torch
 from comparing import PAPER, batch, build, only_fallback, plain, prompt
-from families import FAMILIES, SWITCH, VOCABULARY, family, longrope
+from families import DYNAMIC, FAMILIES, SWITCH, VOCABULARY, family, longrope
 from transformers import PreTrainedModel
 
 import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 CONTEXT = 64
-DYNAMIC = {
-    "max_position_embeddings": SWITCH,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-}
 
 
 assert_same_beams = partial(comparing.assert_same_beams, num_beams=3, num_return_sequences=2)
@@ -47,9 +43,8 @@ def test_up_to_the_very_last_position(name, length):
 @pytest.mark.parametrize("length", [20, 60, 64, 70])
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_beyond_the_context(name, length):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    for parameters in ({}, {"rope_parameters": rope}):
-        model, twin = (family(name).build(max_position_embeddings=CONTEXT, **parameters) for _ in range(2))
+    for scaling in ({}, DYNAMIC):
+        model, twin = (family(name).build(**{**scaling, "max_position_embeddings": CONTEXT}) for _ in range(2))
         assert_same_beams(model, prompt(length), twin=twin, max_new_tokens=60)
 
 

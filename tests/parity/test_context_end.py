@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from comparing import CONFIGS, assert_refused, assert_same, lookahead, plain, prompt
-from families import SWITCH, family, longrope
+from families import DYNAMIC, SWITCH, family, longrope
 from packaging.version import Version
 from transformers import DynamicCache, Phi3ForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
@@ -74,12 +74,6 @@ def test_acceleration_goes_on_right_up_to_the_end():
 
 
 # --- rotary scalings that look at the longest position ---------------------------------------------------------------
-
-DYNAMIC = {
-    "max_position_embeddings": SWITCH,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-}
-
 
 SCALED = [
     pytest.param("llama", DYNAMIC, id="llama-dynamic"),

@@ -15,14 +15,6 @@ import lade
 from lade.embedded import model_path
 from lade_lab import Settings, inflate, workloads
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
 
 def built(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     model: Any = family(name).build(dtype=dtype)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, assert_same_beams, lookahead, plain, prompt
-from families import CONTEXT, FAMILIES, family, longrope
+from families import CONTEXT, DYNAMIC, FAMILIES, family, longrope
 from graphed import Graphs, assert_same_parts, graphs_on, shapes_of
 from inside import buffers_in
 from mtp_toys import llama_with_mtp, load
-from pretend import small_buffers
+from pretend import NO_CUDA, small_buffers
 from spies import answered, failing, watched
 from test_batch_families import batch, build
 from transformers import GenerationConfig
@@ -39,8 +39,6 @@ from lade.model import runner as select_runner
 from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner, runner_for
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 BUDGET = lade.LookaheadConfig(budget=24)
 QUICK = "llama gemma3_text gpt2 bloom llama4_text"
 """Families that are tried each time; the others are `slow`."""
@@ -50,11 +48,6 @@ EXPERTS = (
     "deepseek_v32 glm_moe_dsa axk2 hy_v4"
 )
 """Their experts are called one by one, each with the tokens that chose it: how many, the host has to know."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @pytest.fixture
@@ -414,8 +407,7 @@ def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing():
 
 def test_frequencies_that_the_host_decides_about():
     assert "frequencies" in capture_refusal(family("phi3").build(**longrope()))
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert "frequencies" in capture_refusal(family("llama").build(rope_parameters=dynamic))
+    assert "frequencies" in capture_refusal(family("llama").build(**DYNAMIC))
 
 
 def test_autocast_decides_by_itself():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_decoders import OTHERS, USUAL
-from families import RECURRENT_FAMILIES, family, longrope, randomize
+from families import DYNAMIC, RECURRENT_FAMILIES, family, longrope, randomize
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -168,8 +168,7 @@ def test_whose_passes_are_recorded(reason, change):
 
 
 def test_frequencies_that_a_pass_replaces_are_recorded():
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    for model in (family("phi3").build(**longrope()), family("llama").build(rope_parameters=dynamic)):
+    for model in (family("phi3").build(**longrope()), family("llama").build(**DYNAMIC)):
         assert "frequencies" in inference_mode_blocker(ModelFacts.of(model))
 
 

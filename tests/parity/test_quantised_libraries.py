@@ -14,6 +14,7 @@ import pytest
 import torch
 from comparing import PAPER, assert_near_ties, assert_same, batch, lookahead, plain, prompt
 from families import VOCABULARY
+from pretend import DEVICES, NO_CUDA
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import lade
@@ -28,8 +29,7 @@ pytestmark = [
         reason="neither torchao nor bitsandbytes is installed: make test-quantised",
     ),
 ]
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 CONFIGS = (PAPER, lade.LookaheadConfig(budget=24), lade.LookaheadConfig())
 OTHERS, ROUNDS = "beside other tokens: quantise the weights only", "rounds its inputs"
 Make = Callable[[Any], Any]

@@ -10,13 +10,12 @@ import torch
 from comparing import CONFIGS, PAPER, in_turn, plain, prompt
 from families import FAMILIES, UNLISTED, family
 from graphed import Graphs
+from pretend import DEVICES
 
 import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 LENGTHS = (7, 20, 1, 13)
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 NOW_AND_THEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt")]
 CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
 

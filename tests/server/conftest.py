@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import pretend
 import pytest
-import torch
 import uvicorn.server
+from pretend import torch_threads
 from served import Running, running
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

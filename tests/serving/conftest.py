@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from pretend import torch_threads
 from serving_toys import engine_threads
 from spies import watched
 
@@ -16,10 +16,8 @@ sys.path.append(str(Path(__file__).parent.parent / "parity"))  # where the tiny 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 import torch
-from families import SWITCH, family, longrope
+from families import DYNAMIC, SWITCH, family, longrope
 from inside import batch_of, cache_of, force_attention
 from serving_toys import (
     METHODS,
@@ -240,12 +240,6 @@ def test_time_is_up(engine):
     held.opened.set()
     assert len(new_tokens(late, random_ids(5))) == 1, "the clock runs while a request waits"
     assert len(new_tokens(engine.add(random_ids(5), max_time=1e6, max_new_tokens=50), random_ids(5))) == 50
-
-
-DYNAMIC = {
-    "max_position_embeddings": SWITCH,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-}
 
 
 @pytest.mark.one_in(4)

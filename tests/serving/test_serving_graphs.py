@@ -13,6 +13,7 @@ from graphed import Graphs, shapes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import batch_of, buffers_in, cache_of, rows_of, runner_of
+from pretend import NO_CUDA
 from serving_toys import (
     PAPER,
     VOCABULARY,
@@ -44,7 +45,6 @@ from lade.serving.request import PLAIN
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CPU = torch.device("cpu")
 
 

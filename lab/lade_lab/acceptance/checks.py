@@ -38,14 +38,7 @@ def expect(true: object, otherwise: str) -> None:
 
 @dataclass(frozen=True)
 class Tried:
-    """The server under test.
-
-    Attributes:
-        url: its address.
-        loaded: the same model in this process, for transformers' own answers.
-        context: context of the server in tokens.
-        most: tokens that a long prompt may have.
-    """
+    """The server under test."""
 
     url: str
     loaded: LoadedModel

@@ -55,14 +55,7 @@ def command_line() -> list[str]:
 
 @dataclass(frozen=True)
 class Runs:
-    """Which methods run on which prompts.
-
-    Attributes:
-        workload, format, limit, raw: files of prompts, how many of each, and whether without a chat template.
-        methods: as `methods.parse_all` takes them; None: the usual ones.
-        draft: the model that hf-assisted drafts with.
-        drafter: drafters of the user's own, as `module:Class` or `module:Class=8`.
-    """
+    """Options: which methods run on which prompts."""
 
     workload: list[str] | None = _what(
         None,
@@ -82,7 +75,6 @@ class Runs:
         "this library, transformers, peers and fixed sizes.",
     )
     draft: str | None = _what(None, "MODEL", "Folder or hub id of the model that hf-assisted drafts with.")
-
     drafter: list[str] | None = _what(
         None,
         "CLASS",
@@ -142,15 +134,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Files:
-    """Options: output files.
-
-    Attributes:
-        out: folder for everything.
-        resume: whether to continue with what is in it.
-        figures: whether to draw all figures as SVG and PNG files; else the speed-up, where matplotlib is installed.
-        allow_near_ties: whether they leave the exit code 0.
-        json: whether the summary is printed as JSON.
-    """
+    """Options: output files. Without `figures` the speed-up alone is drawn, where matplotlib is installed."""
 
     out: Path | None = _results(None, "DIR", "Folder for the results. Default: bench-results/MODEL.")
     resume: bool = _results(False, "", "Continue an interrupted run; a complete one is reported again.", "--resume")
@@ -163,15 +147,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Weights:
-    """Options of weights and threads.
-
-    Attributes:
-        inflate: number of parameters to grow the model to.
-        threads: of the CPU.
-        pack: whether this library's methods run on prepacked weights; None: where it pays.
-        invariant: whether the model is made to round alike in every pass; then all methods run on the same weights.
-            None: on a CPU in 16 bits, int8 or int4, where it can be.
-    """
+    """Options of weights and threads. All methods run on the same weights where the model is made invariant."""
 
     inflate: float | None = _model(
         None, "PARAMS", "Pad the model to this many parameters, such as 500e6: the same text at a larger cost."
@@ -194,16 +170,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Plan:
-    """A benchmark, checked as far as that can be done without a model.
-
-    Attributes:
-        loading: the model, and how to load it.
-        draft: as on the command line.
-        methods, workloads, settings: what to run.
-        out: folder for everything.
-        files: what becomes of the results.
-        weights: how the model's are laid out and run.
-    """
+    """A benchmark, checked as far as that can be done without a model."""
 
     loading: options.Loading
     draft: str | None

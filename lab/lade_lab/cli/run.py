@@ -131,14 +131,7 @@ def complete_results(plan: Plan) -> Results | None:
 
 
 def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None:
-    """Print the results, and draw figures.
-
-    Args:
-        results: complete or not.
-        plan: says where to, and whether as JSON.
-        tokenizer: to spell tokens with; None: they are named by their ids.
-        term: where to report it.
-    """
+    """Print the results, and draw figures; without a tokenizer tokens are named by their ids."""
     for mismatch in results.mismatches:
         term.say(Text(described(mismatch, tokenizer), "yellow" if mismatch.near_tie else "bold red"))
     files = _draw(results, plan) if results.samples else []

@@ -37,14 +37,7 @@ _what, _results = options_in("What to run"), options_in("Results")
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """Options: the grid and its prompts.
-
-    Attributes:
-        workload, format, limit: the prompts.
-        windows, ngrams: sizes, with commas between them.
-        max_new_tokens, ignore_eos, prompt_ngrams: how answers are written.
-        threads: of the CPU.
-    """
+    """Options: the grid and its prompts."""
 
     workload: str = _what("builtin", "FILE", "Prompts, as for lade bench.", "--prompts", "-w")
     windows: str = _what("1,2,3,5,7,10,15,20,30,40,60", "W,W,...", "Window sizes; each is also the number of guesses.")
@@ -76,13 +69,7 @@ class ScalingOptions:
 
 @dataclass(frozen=True)
 class ScalingResults:
-    """Options: output files.
-
-    Attributes:
-        out: folder.
-        resume: whether to continue with what is in it.
-        figures, json: whether to draw pictures, and to print JSON.
-    """
+    """Options: output files."""
 
     out: Path = _results(Path("scaling"), "DIR", "Folder for scaling.json; created if it does not exist.")
     resume: bool = _results(False, "", "Continue an interrupted run; a complete one is reported again.", "--resume")

@@ -25,12 +25,7 @@ _option = options_in("Batches")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Batch sizes and arrival rates of a throughput run.
-
-    Attributes:
-        batch_size: rows, with commas between several numbers of them.
-        arrivals: requests per second.
-    """
+    """Options: batch sizes and arrival rates of a throughput run."""
 
     batch_size: str | None = _option(
         None, "B,B,...", "Instead of methods: time batches of B prompts, and the engine with B rows."

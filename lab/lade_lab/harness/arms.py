@@ -37,12 +37,7 @@ from lade_lab.workloads import distinct_ngrams
 
 @dataclass(frozen=True)
 class Place:
-    """Which answer.
-
-    Attributes:
-        workload, prompt, turn: the workload's name, the item's id in it, and the turn of a conversation.
-        seed, repeat: which of them.
-    """
+    """Which answer: the name of the workload, the id of the item in it, turn of a conversation, seed and repetition."""
 
     workload: str
     prompt: str
@@ -53,14 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to one prompt.
-
-    Attributes:
-        tokens: the new ids.
-        seconds: wall-clock time of the call.
-        stats: figures of its passes.
-        steps: all of them, prefill first; none for transformers' own methods.
-    """
+    """One answer to one prompt; its steps begin with prefill, and are none for transformers' own methods."""
 
     tokens: list[int]
     seconds: float
@@ -68,13 +56,7 @@ class Completion:
     steps: list[Step] = field(default_factory=list)
 
     def sample(self, place: Place, method: str, prompt: Sequence[int]) -> Sample:
-        """The record of it.
-
-        Args:
-            place: which answer it is.
-            method: name of the method that gave it.
-            prompt: ids.
-        """
+        """The record of it."""
         stats = self.stats
         return Sample(
             workload=place.workload,
@@ -115,13 +97,7 @@ def digest(ids: Sequence[int]) -> str:
 
 @dataclass
 class Pass:
-    """One forward pass.
-
-    Attributes:
-        cached: tokens in the cache before it.
-        fed: tokens fed.
-        start, end: on the clock.
-    """
+    """One forward pass: tokens in the cache before it, tokens fed, and when it began and ended."""
 
     cached: int
     fed: int
@@ -174,10 +150,6 @@ class Meter:
         A pass that begins before the end of the prompt belongs to prefill. Of what a later pass emits the cache tells:
         it grows by just that until the next one. Where a method checks guesses in prefill already, as transformers'
         assisted ones do, `sum(accepted)` is less than `new_tokens - 1`.
-
-        Args:
-            prompt_tokens: length of the prompt.
-            new_tokens: tokens emitted.
         """
         steps = [each for each in self.passes if each.cached >= prompt_tokens]
         starts = [each.start for each in steps] + [self.end]  # a step ends where the next one begins
@@ -214,36 +186,18 @@ class Models:
 
 
 class Arm(Protocol):
-    """A method, ready to answer.
-
-    Attributes:
-        method: the record of it.
-        memory: what it keeps from one prompt to the next; None for a method that keeps nothing.
-    """
+    """A method, ready to answer. Its memory is what it keeps from one prompt to the next."""
 
     method: Method
     memory: Memory | None
 
     def complete(self, prompt: Sequence[int], seed: int, new_tokens: int) -> Completion:
-        """Continue a prompt.
-
-        Args:
-            prompt: ids.
-            seed: of torch's generators, which afterwards are as they were.
-            new_tokens: at most this many.
-        """
+        """Continue a prompt by so many tokens at most; torch's generators are afterwards as they were."""
         ...
 
 
 class TransformersArm:
-    """`model.generate`, with or without a draft; see `Arm`.
-
-    Args:
-        method: of a kind in `TRANSFORMERS`.
-        model: the model.
-        arguments: of `model.generate`.
-        draft: for `hf-assisted`.
-    """
+    """`model.generate`, with or without a draft; see `Arm`."""
 
     memory: Memory | None = None
 
@@ -266,13 +220,7 @@ class TransformersArm:
 
 
 class OwnArm:
-    """One of this library's methods; see `Arm`.
-
-    Args:
-        method: of a kind that is not in `TRANSFORMERS`.
-        model: packed or not.
-        arguments: of `model.generate`.
-    """
+    """One of this library's methods; see `Arm`."""
 
     def __init__(self, method: Method, model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         self.method, self._arguments = method, arguments
@@ -313,11 +261,6 @@ class OwnArm:
 
 def arms_for(methods: Sequence[Method], models: Models, settings: Settings) -> list[Arm]:
     """Each method with the weights it runs on, which is noted in its record.
-
-    Args:
-        methods: see `lade_lab.harness.methods.parse_all`.
-        models: what answers.
-        settings: how.
 
     Raises:
         UnsupportedModelError: this library's methods cannot be run with the model.

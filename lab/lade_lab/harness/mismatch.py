@@ -42,13 +42,7 @@ class Scores:
 
 
 class Judge:
-    """Compares answers with those of the reference.
-
-    Args:
-        model: the unpacked one; it scores the tokens where two answers part.
-        settings: how answers are made.
-        reference: name of the method that all are compared with.
-    """
+    """Compares answers with those of the reference."""
 
     def __init__(self, model: PreTrainedModel, settings: Settings, reference: str) -> None:
         self._model: Any = model
@@ -57,15 +51,7 @@ class Judge:
     def compare(
         self, place: Place, method: str, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]
     ) -> Mismatch | None:
-        """None where the answers are equal.
-
-        Args:
-            place: which answer.
-            method: name of the method that gave it.
-            prompt: ids.
-            expected: the reference's new tokens.
-            found: the method's.
-        """
+        """None where the answers are equal."""
         start = first_difference(expected, found)
         if start is None:
             return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from lade.errors import MissingExtraError
 from lade_lab.breakdown import Point, acceptance, points_of
 from lade_lab.report.prose import LOSS, caption, is_loss, workload_name
-from lade_lab.report.theme import LIGHT, RC, as_svg
+from lade_lab.report.theme import LIGHT, RC, save_figure
 from lade_lab.results import Results
 from lade_lab.summary import Row, curves_of, summarise
 
@@ -51,16 +51,7 @@ def around(x: float, y: float, reach: float) -> Box:
 
 
 def place(name: str, x: float, y: float, size: float, taken: list[Box], sheet: Box) -> Spot:
-    """The spot beside a mark where a name covers least of what is there, off the sheet included.
-
-    Args:
-        name: what is written.
-        x: of the mark.
-        y: of the mark.
-        size: of the font.
-        taken: boxes that are covered already; the name's own is added.
-        sheet: where names may be.
-    """
+    """The spot beside a mark where a name covers least of what is there, off the sheet included."""
     boxes = [_box(spot, x, y, len(name) * size * CHARACTER, size) for spot in SPOTS]
     covered = [sum(_shared(box, other) for other in taken) + _area(box) - _shared(box, sheet) for box in boxes]
     best = covered.index(min(covered))
@@ -118,10 +109,7 @@ def save_figures(results: Results, folder: str | os.PathLike[str], names: Collec
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in _drawn(results, names):
-        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-        svg.write_text(as_svg(figure), encoding="utf-8")
-        figure.savefig(png, dpi=144, metadata={"Software": None})
-        written += [svg, png]
+        written += save_figure(figure, folder, name)
     return written
 
 

@@ -136,10 +136,6 @@ def print_table(results: Results, console: Console) -> None:
     """One table a workload, and one over all of them if there are several.
 
     Columns are left out, the least important first, until the rest fits the console's width; none is cut off.
-
-    Args:
-        results: a run, complete or not.
-        console: where to.
     """
     summary = summarise(results)
     columns = _fitting(summary, console.width)

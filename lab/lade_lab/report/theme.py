@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import astuple, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lade_lab.breakdown import SOURCES
@@ -85,6 +86,14 @@ def as_svg(figure: Figure) -> str:
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     lines = (line.rstrip() for line in file.getvalue().splitlines())
     return "\n".join([*lines, ""]).replace("</style>", f"{_dark_rules()}</style>", 1)
+
+
+def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a picture as SVG and as PNG, and return the files. To be called under `RC`."""
+    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+    svg.write_text(as_svg(figure), encoding="utf-8")
+    figure.savefig(png, dpi=144, metadata={"Software": None})
+    return [svg, png]
 
 
 def _dark_rules() -> str:

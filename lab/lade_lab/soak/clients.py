@@ -84,15 +84,7 @@ class Gate:
 
 
 class Clients:
-    """Threads that send mixed requests.
-
-    Args:
-        url: address of the server.
-        count: number of clients.
-        rate: requests per second of all of them together.
-        seed: of their choices.
-        tell: gets a record of each lost request and each different answer.
-    """
+    """Threads that send mixed requests."""
 
     def __init__(self, url: str, count: int, rate: float, seed: int, tell: Callable[[dict[str, Any]], None]) -> None:
         self.account, self.gate = Account(), Gate()

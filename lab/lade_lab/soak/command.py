@@ -39,17 +39,7 @@ _CACHED = re.compile(r"^lade_prefix_cache_bytes\{.*\} (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Soak:
-    """How to soak.
-
-    Attributes:
-        hours: length.
-        rate: requests per second, of all clients.
-        clients: number of clients.
-        every: seconds from sample to sample.
-        seed: of what the clients choose.
-        out: folder of `soak.jsonl`, `soak.svg` and the server's log.
-        serve: more options of `lade serve`.
-    """
+    """Options: how to soak."""
 
     hours: Annotated[float, typer.Option(help="Length of the run.")] = 1.0
     rate: Annotated[float, typer.Option(help="Requests per second, of all clients.")] = 3.0

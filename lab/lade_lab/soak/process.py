@@ -10,15 +10,7 @@ _FIELD = re.compile(r"(VmRSS|RssAnon|Threads):\s*(\d+)")
 
 
 class Usage(NamedTuple):
-    """What a process takes now.
-
-    Attributes:
-        rss_mb: memory, with what it shares.
-        anonymous_mb: memory of its own.
-        descriptors: open files and sockets.
-        threads: its threads.
-        processor_s: processor time so far, of all threads that live.
-    """
+    """What a process takes now; RSS is with what it shares, processor time that of all threads that live."""
 
     rss_mb: float
     anonymous_mb: float

@@ -216,12 +216,7 @@ REPEATED = 12
 
 
 def pick(rng: random.Random, number: int) -> tuple[str, Request]:
-    """Return a request and its name; one half of them are among those that come again.
-
-    Args:
-        rng: chooses.
-        number: number of a request that has not been there.
-    """
+    """Return a request and its name; one half of them are among those that come again."""
     (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
     own = rng.randrange(REPEATED) if rng.random() < 0.5 else REPEATED + number
     return f"{kind.__name__} {own}", kind(random.Random(f"{kind.__name__} {own}"))

@@ -17,14 +17,7 @@ Sample = Mapping[str, Any]
 
 
 class Finding(NamedTuple):
-    """One line of the verdict.
-
-    Attributes:
-        what: what was looked at.
-        found: what it came to.
-        bar: what is demanded.
-        passed: whether it is so.
-    """
+    """One line of the verdict."""
 
     what: str
     found: str

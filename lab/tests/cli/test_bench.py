@@ -3,12 +3,11 @@
 import json
 import re
 import signal
-from functools import partial
 
 import pytest
-import torch
 from huggingface_hub import HfApi
-from pretend import not_found
+from pretend import not_found, torch_threads
+from spies import answered, watched
 from test_cli_errors import fails
 
 from lade.cli import loading
@@ -62,29 +61,25 @@ def bench(lade, folder, prompts, out):
 @pytest.fixture
 def wrong(monkeypatch):
     """The plain loop gets its fourth token wrong."""
-    original = OwnArm.complete
 
-    def complete(self, prompt, seed, new_tokens):
-        completion = original(self, prompt, seed, new_tokens)
-        if self.method.kind == "plain":
+    def spoil(completion, arm, *_):
+        if arm.method.kind == "plain":
             completion.tokens[3] = (completion.tokens[3] + 1) % 200
-        return completion
 
-    monkeypatch.setattr(OwnArm, "complete", complete)
+    answered(monkeypatch, OwnArm, "complete", spoil)
 
 
 @pytest.fixture
 def interrupting(monkeypatch):
     """Presses Ctrl-C in one of the answers of this library's methods, counted from 1, the warm-up included."""
-    original, state = OwnArm.complete, {"calls": 0, "at": 0}
+    state = {"calls": 0, "at": 0}
 
-    def complete(self, prompt, seed, new_tokens):
+    def press(*_):
         state["calls"] += 1
         if state["calls"] == state["at"]:
             signal.raise_signal(signal.SIGINT)
-        return original(self, prompt, seed, new_tokens)
 
-    monkeypatch.setattr(OwnArm, "complete", complete)
+    watched(monkeypatch, OwnArm, "complete", press)
     return state
 
 
@@ -184,13 +179,10 @@ def test_complete_results_are_reported_again_without_a_model(bench, lade, out, p
 
 
 @pytest.mark.slow
-def test_packed_weights(bench, folder, out, monkeypatch):
-    from lade.backends.cpu.packing import pack as packing
-
+def test_packed_weights(bench, out, request):
     assert bench("--pack").exit_code == 0, "no layer of it is large enough, and nothing is copied"
     assert not any(method.packed for method in Results.load(out / "results.json").methods)
-    for name in ("packable", "pack"):
-        monkeypatch.setattr(packing, name, partial(getattr(packing, name), min_weights=1))
+    request.getfixturevalue("small_layers_count")
     for number, (option, packed) in enumerate([("--pack", True), ("--no-pack", False)]):
         result = bench(option, "--out", out.with_name(f"out{number}"), "--allow-near-ties")
         assert result.exit_code == 0, result.output
@@ -208,11 +200,8 @@ def test_inflated(bench, out, folder):
 
 
 def test_threads(bench, out):
-    before = torch.get_num_threads()
-    try:
+    with torch_threads() as before:
         assert bench("--threads", before + 1, "--limit", 1, methods="plain").exit_code == 0
-    finally:
-        torch.set_num_threads(before)
     assert Results.load(out / "results.json").environment.threads == before + 1
 
 

@@ -4,8 +4,8 @@ import json
 import signal
 
 import pytest
-import torch
-from pretend import not_found
+from pretend import not_found, torch_threads
+from spies import answered, watched
 from test_cli_errors import fails
 
 from lade.backends.cpu.invariant_marker import invariance_of
@@ -45,15 +45,14 @@ def scaling(lade, folder, prompts, out, monkeypatch):
 @pytest.fixture
 def interrupting(monkeypatch):
     """Presses Ctrl-C in an answer of the paper's method, counted from 1."""
-    complete, state = study.OwnArm.complete, {"answers": 0, "at": 0}
+    state = {"answers": 0, "at": 0}
 
-    def pressed(self, prompt, seed, new_tokens):
+    def press(*_):
         state["answers"] += 1
         if state["answers"] == state["at"]:
             signal.raise_signal(signal.SIGINT)
-        return complete(self, prompt, seed, new_tokens)
 
-    monkeypatch.setattr(study.OwnArm, "complete", pressed)
+    watched(monkeypatch, study.OwnArm, "complete", press)
     return state
 
 
@@ -99,14 +98,10 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(scaling, out, interrupting
 
 
 def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
-    complete = study.OwnArm.complete
+    def spoil(found, arm, *_):
+        found.tokens[2] += arm.method.config["window"] == 3
 
-    def wrong(self, prompt, seed, new_tokens):
-        found = complete(self, prompt, seed, new_tokens)
-        found.tokens[2] += 1 if self.method.config["window"] == 3 else 0
-        return found
-
-    monkeypatch.setattr(study.OwnArm, "complete", wrong)
+    answered(monkeypatch, study.OwnArm, "complete", spoil)
     result = scaling("--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["different"] == 4
     assert "lookahead 3,3,3: prompt" in result.stderr and "differs from plain decoding at token 2" in result.stderr
@@ -150,17 +145,8 @@ def test_a_model_that_cannot_be_served_is_refused(lade, unsupported, prompts, ou
 
 def test_a_model_in_16_bits_is_made_invariant(scaling, monkeypatch):
     """Otherwise texts differ at near ties, and those of integer weights are refused."""
-    seen, complete = [], study.OwnArm.complete
-    monkeypatch.setattr(
-        study.OwnArm,
-        "complete",
-        lambda self, *arguments: seen.append(invariance_of(self._model)) or complete(self, *arguments),
-    )
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:  # for the threads that it is then called with
+    seen = watched(monkeypatch, study.OwnArm, "__init__", lambda arm, method, model, *_: invariance_of(model))
+    with torch_threads(2):  # it is for the threads that it is then called with
         result = scaling("--dtype", "bf16", "--threads", "1")
-    finally:
-        torch.set_num_threads(before)
     assert result.exit_code == 0, result.output
     assert seen and None not in seen
