@@ -39,7 +39,7 @@ from lade.backends.cpu.invariant.layer_stages import (
     norms_of,
     projections_of,
 )
-from lade.backends.cpu.kernels import WIDEST, At, Room, Stages, is_plain
+from lade.backends.cpu.kernels import WIDEST, At, Stages, is_plain
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.weight import PREPARED_ROWS, TILE_PANEL
@@ -52,7 +52,7 @@ ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
 FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
 _TRIAL = (2, 5)  # rows and tokens
 _LAYERS = [{"self_attn", "mlp", *filter(None, names)} for names in LAYER_NORMS]  # children of a decoder layer
-_MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
+_X, _OUT, _MORE = 1, 2, 3  # indices among the addresses of a call
 
 
 class Survey:
@@ -89,22 +89,22 @@ class _Calls:
     """Prepared calls of a module; copies start empty."""
 
     def __init__(self) -> None:
-        # Stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
-        self.known: dict[tuple[Any, ...], tuple[Stages, int]] = {}
+        # Stages by rows, threads and what else they depend on; shared by modules of one shape.
+        self.known: dict[tuple[Any, ...], Stages] = {}
         self.survey: Survey | None = None  # what stages were prepared for; None if not yet, or if there are none
 
     def __reduce__(self) -> Any:
         return _Calls, ()
 
-    def of(self, add_stages: Any, *key: int, given: tuple[Any, ...]) -> tuple[Stages, int]:
-        """Return the stages of a call, and the bytes of memory that they need; the key begins with its rows."""
+    def of(self, add_stages: Any, *key: int, given: tuple[Any, ...]) -> Stages:
+        """Return the stages of a call; the key begins with its rows."""
         whole = add_stages, *key, torch.get_num_threads()
-        prepared = self.known.get(whole)
-        if prepared is None:
-            stages, room = Stages(), Room(_MEMORY)
-            add_stages(stages, room, *key, *given)
-            prepared = self.known[whole] = stages, room.size
-        return prepared
+        stages = self.known.get(whole)
+        if stages is None:
+            stages = Stages()
+            add_stages(stages, *key, *given)
+            self.known[whole] = stages
+        return stages
 
 
 class _Ahead(local):
@@ -145,7 +145,7 @@ class GatedBlock(Fused):
         layers = layers_of(self, GATED)
         x = _checked(layers, x)
         out = x.new_empty(*x.shape[:-1], layers[2].out_features)
-        _run(*self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
+        _run(self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
         return out
 
 
@@ -188,14 +188,14 @@ def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, n
     norms = [norm, *(attention._modules.get(name) for name in HEAD_NORMS)]
     weights = [0 if each is None else each.weight.data_ptr() for each in norms]
     more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
-    _run(*calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
+    _run(calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
     return states
 
 
-def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
+def _add_projections(stages: Stages, rows: int, turns: int, attention: Any, norm: Any) -> None:
     more = [At(_MORE + each) for each in range(8)]
     places = StagePlaces(At(_X), more[:2], more[5:], _MORE + 8, more[2:5])
-    add_projections(stages, room, rows, turns, attention, norm, places)
+    add_projections(stages, rows, turns, attention, norm, places)
 
 
 def _attended(
@@ -232,18 +232,18 @@ class FusedLayer(Fused):
             each.follow_parameters()
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
         more = [found.data_ptr(), *(0 if norm is None else norm.weight.data_ptr() for norm in norms)]
-        _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
+        _run(self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
         return out
 
 
-def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
+def _add_layer(stages: Stages, rows: int, layer: Any) -> None:
     attended, *norms = (At(_MORE + each) for each in range(4))
-    add_layer(stages, room, rows, layer, At(_X), attended, norms, _MORE + 4, At(_OUT))
+    add_layer(stages, rows, layer, At(_X), attended, norms, _MORE + 4, At(_OUT))
 
 
-def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
+def _run(stages: Stages, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
     """Run the stages of a call; the addresses of its layers' weights come last."""
-    memory = torch.empty(size, dtype=torch.int8, device="cpu")
+    memory = torch.empty(stages.size, dtype=torch.int8, device="cpu")
     addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more]
     for each in layers:
         addresses += each._panel_weight.addresses(each._parameters["bias"])
@@ -285,15 +285,15 @@ def fuse(model: nn.Module) -> None:
 
 def _shape_of(module: Any) -> Any:
     """Return what the stages of a module are made of but for the number of rows: those of two rows."""
-    stages, room = Stages(), Room(_MEMORY)
+    stages = Stages()
     if isinstance(module, GatedBlock):
-        add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
+        add_block(stages, 2, module, At(_X), At(_OUT), _MORE)
     else:
         attention = getattr(module, "self_attn", module)
         before = norms_of(module)[0] if isinstance(module, FusedLayer) else None
-        _add_projections(stages, room, 2, 2, attention, before)
+        _add_projections(stages, 2, 2, attention, before)
     if isinstance(module, FusedLayer):
-        _add_layer(stages, room, 2, module)
+        _add_layer(stages, 2, module)
     return type(module), stages.described
 
 

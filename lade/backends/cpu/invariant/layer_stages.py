@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lade.backends.cpu.invariant.functions import logistic_of
-from lade.backends.cpu.kernels import At, Room, Stages, dtype_code, float_bits, kernel, parts_of
+from lade.backends.cpu.kernels import At, Stages, dtype_code, float_bits, kernel, parts_of
 
 GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -58,18 +58,16 @@ class StagePlaces(NamedTuple):
     states: Sequence[At]  # queries, keys and values to be, [B, S, heads, D]
 
 
-def add_projections(
-    stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any, places: StagePlaces
-) -> None:
+def add_projections(stages: Stages, rows: int, turns: int, attention: Any, norm: Any, places: StagePlaces) -> None:
     """Add the stages of the projections of attention, of a norm before them, or None, and of what turns them."""
     x, (cos, sin), norm_weights, own, states = places
     layers, size = projections_of(attention), attention.head_dim
     kind = dtype_code(layers[0].dtype)
     if norm is not None:
-        normed = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
+        normed = stages.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
         _add_norm(stages, rows, norm, x, norm_weights[0], normed)
         x = normed
-    blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
+    blocks = layers[0]._panel_weight.add_rows(stages, rows, x, kind)
     for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
         layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind, joined=number > 0)
     for name, layer, found, weight in zip(HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
@@ -85,29 +83,28 @@ def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) 
     stages.add(kernel("normalise"), parts_of(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
 
 
-def add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At, own: int) -> None:
+def add_block(stages: Stages, rows: int, block: Any, x: At, out: At, own: int) -> None:
     """Add the stages of a gated block; `own` is the index of the first address of its weights."""
     (gate, up, down), logistic = layers_of(block, GATED), logistic_of(block.act_fn)
     assert logistic is not None
     numbers, kind = rows * up.out_features, dtype_code(gate.dtype)
-    of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
-    blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
+    of_gate, of_up, product = (stages.take(numbers * gate.dtype.itemsize) for _ in range(3))
+    blocks = gate._panel_weight.add_rows(stages, rows, x, kind)
     gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
     up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind, joined=True)
     slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
     stages.add(kernel("logistic_product"), parts_of(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
-    _add_linear(stages, room, rows, down, product, out, own + 4)
+    _add_linear(stages, rows, down, product, out, own + 4)
 
 
-def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: At, own: int) -> None:
+def _add_linear(stages: Stages, rows: int, layer: Any, x: At, out: At, own: int) -> None:
     kind = dtype_code(layer.dtype)
-    blocks = layer._panel_weight.add_rows(stages, room, rows, x, kind)
+    blocks = layer._panel_weight.add_rows(stages, rows, x, kind)
     layer._panel_weight.add_product(stages, rows, blocks, own, out, kind, kind)
 
 
 def add_layer(
     stages: Stages,
-    room: Room,  # memory of the call for what is in between
     rows: int,  # all tokens of all texts
     layer: Any,  # of one of the kinds in `LAYER_NORMS`
     x: At,  # its input, [rows, in]
@@ -119,13 +116,13 @@ def add_layer(
     """Add the stages of a decoder layer behind attention."""
     output, (_, behind_attention, before_block, behind_block) = layer.self_attn.o_proj, norms_of(layer)
     kind, numbers = dtype_code(output.dtype), rows * output.out_features
-    of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
-    _add_linear(stages, room, rows, output, attended, of_attention, own)
+    of_attention, hidden, normed, of_block = (stages.take(numbers * output.dtype.itemsize) for _ in range(4))
+    _add_linear(stages, rows, output, attended, of_attention, own)
     if behind_attention is not None:
         _add_norm(stages, rows, behind_attention, of_attention, norm_weights[0], of_attention)
     stages.add(kernel("add"), parts_of(numbers), (x, of_attention, hidden, kind, numbers))
     _add_norm(stages, rows, before_block, hidden, norm_weights[1], normed)
-    add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
+    add_block(stages, rows, layer.mlp, normed, of_block, own + 2)
     if behind_block is not None:
         _add_norm(stages, rows, behind_block, of_block, norm_weights[2], of_block)
     stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, out, kind, numbers))
