@@ -37,10 +37,9 @@ from lade.backends.cpu.invariant.fused import (
     seeded,
 )
 from lade.backends.cpu.invariant.layer_stages import (
-    HEAD_NORMS,
-    StagePlaces,
     add_layer,
     add_projections,
+    head_norms_of,
     layers_behind,
     norms_of,
     projections_of,
@@ -60,9 +59,8 @@ MOST_SHAPES = 64
 # Indices among the numbers that a call is given. Those of all layers:
 _X, _OUTS, _COS, _SIN, _SCRATCH, _ROOM, _ROW, _HEAD, _STEP, _FIRST = range(1, 11)
 _MASK, _BLOCK, _BLOCKS, _SLOTS, _PARTS, _SHARED = 11, 15, 16, 17, 18, 19
-# Those of each layer: its cache, then its weights.
-_KEYS, _VALUES, _WEIGHTS, _OWN = 0, 1, 2, 22
-_NORMS, _PROJECTIONS, _NORMS_BEHIND, _BEHIND = 2, 5, 11, 14
+# Those of each layer: its cache, then its weights before attention and behind it.
+_KEYS, _VALUES, _WEIGHTS, _BEHIND, _OWN = 0, 1, 2, 11, 22
 
 
 class _Made(NamedTuple):
@@ -177,15 +175,16 @@ class _Run:
             if len(self._known) == MOST_SHAPES:
                 self._known.pop(next(iter(self._known)), None)
             stages, known = Stages(), dict[Any, tuple[int, Stages]]()
+            linear = projections_of(self.layers[0].self_attn)[0]
+            size = batch * step * linear.in_features * linear.dtype.itemsize
             for number, (layer, shape) in enumerate(zip(self.layers, self._shapes, strict=True)):
-                size = _bytes_of(layer, batch * step)
-                if number == 0 or shape not in known:
+                kind = number > 0, shape
+                if kind not in known:
                     own, of_layer = _SHARED + _OWN * number, Stages()
                     x = At(_OUTS, (number - 1) * size) if number else At(_X)
                     _add(of_layer, (batch, step, turns), layer, own, x, At(_OUTS, number * size))
-                    if number:
-                        known[shape] = number, of_layer
-                first, of_layer = known[shape] if number else (0, of_layer)
+                    known[kind] = number, of_layer
+                first, of_layer = known[kind]
                 stages.extend(of_layer, _OWN * (number - first), _SHARED, {_OUTS: (number - first) * size})
             self._known[key] = stages
         return self._known[key]
@@ -198,21 +197,17 @@ def _shape_of(layer: Any) -> Any:
     return stages.described
 
 
-def _bytes_of(layer: Any, rows: int) -> int:
-    first = projections_of(layer.self_attn)[0]
-    return int(rows * first.in_features * first.dtype.itemsize)
-
-
 def _weights_of(layer: Any) -> list[torch.Tensor | None]:
     """Return the weights of a layer in the order of their addresses."""
     attention, (before, *behind) = layer.self_attn, norms_of(layer)
-    norms = [before, *(attention._modules.get(name) for name in HEAD_NORMS), *behind]
-    of_norms = [None if norm is None else norm._parameters["weight"] for norm in norms]
-    pairs = []
-    for linear in (*projections_of(attention), *layers_behind(layer)):
-        linear.follow_parameters()
-        pairs += [linear._panel_weight.panels, linear._parameters["bias"]]
-    return [*of_norms[:3], *pairs[:6], *of_norms[3:], *pairs[6:]]
+    found = list[torch.Tensor | None]()
+    first = [before, *head_norms_of(attention)], projections_of(attention)
+    for norms, layers in (first, (behind, layers_behind(layer))):
+        found += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        for linear in layers:
+            linear.follow_parameters()
+            found += [linear._panel_weight.panels, linear._parameters["bias"]]
+    return found
 
 
 def _add(stages: Stages, tokens: tuple[int, int, int], layer: Any, own: int, x: At, out: At) -> None:
@@ -222,9 +217,8 @@ def _add(stages: Stages, tokens: tuple[int, int, int], layer: Any, own: int, x: 
     kind, item = dtype_code(linear[0].dtype), linear[0].dtype.itemsize
     states = [stages.take(rows * each.out_features * item) for each in linear]
     heads, kv_heads, _ = (each.out_features // size for each in linear)
-    norms = [At(own + _NORMS + each) for each in range(3)]
-    places = StagePlaces(x, (At(_COS), At(_SIN)), norms, own + _PROJECTIONS, states)
-    add_projections(stages, rows, turns, attention, norms_of(layer)[0], places)
+    positions = At(_COS), At(_SIN)
+    add_projections(stages, rows, turns, attention, norms_of(layer)[0], x, positions, states, own + _WEIGHTS)
     query, key, value = states
     strides, buffers = [At(_ROW), At(_HEAD), At(_STEP)], [At(own + _KEYS), At(own + _VALUES)]
     stored = key, value, *buffers, *strides, At(_FIRST), batch, step, kv_heads, size * item  # NewStates
@@ -239,8 +233,7 @@ def _add(stages: Stages, tokens: tuple[int, int, int], layer: Any, own: int, x: 
         *(batch, kv_heads, heads // kv_heads, step, size, size, At(_BLOCK), At(_BLOCKS), At(_SLOTS)),
     )
     stages.add(kernel("attend"), At(_PARTS), fields)
-    behind = [At(own + _NORMS_BEHIND + each) for each in range(3)]
-    add_layer(stages, rows, layer, x, attended, behind, own + _BEHIND, out)
+    add_layer(stages, rows, layer, x, attended, own + _BEHIND, out)
 
 
 class _Stack:

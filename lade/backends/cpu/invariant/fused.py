@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers import DynamicCache
 
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
 from lade.backends.cpu.invariant.functions import InvariantNorm, epsilon_of, logistic_of
 from lade.backends.cpu.invariant.layer_stages import (
     GATED,
-    HEAD_NORMS,
     LAYER_NORMS,
     PROJECTED,
-    StagePlaces,
     add_block,
     add_layer,
     add_projections,
+    head_norms_of,
     layers_behind,
     layers_of,
     norms_of,
@@ -145,7 +145,7 @@ class GatedBlock(Fused):
         layers = layers_of(self, GATED)
         x = _checked(layers, x)
         out = x.new_empty(*x.shape[:-1], layers[2].out_features)
-        _run(self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
+        _run(self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], [], layers)
         return out
 
 
@@ -185,17 +185,15 @@ def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, n
     (batch, step, _), layers, (cos, sin) = x.shape, projections_of(attention), positions
     x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
     states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
-    norms = [norm, *(attention._modules.get(name) for name in HEAD_NORMS)]
-    weights = [0 if each is None else each.weight.data_ptr() for each in norms]
-    more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
-    _run(calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
+    more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states)]
+    prepared = calls.of(_add_projections, rows, turns, given=(attention, norm))
+    _run(prepared, x, x, more, [norm, *head_norms_of(attention)], layers)
     return states
 
 
 def _add_projections(stages: Stages, rows: int, turns: int, attention: Any, norm: Any) -> None:
-    more = [At(_MORE + each) for each in range(8)]
-    places = StagePlaces(At(_X), more[:2], more[5:], _MORE + 8, more[2:5])
-    add_projections(stages, rows, turns, attention, norm, places)
+    cos, sin, *states = (At(_MORE + each) for each in range(5))
+    add_projections(stages, rows, turns, attention, norm, At(_X), (cos, sin), states, _MORE + 5)
 
 
 def _attended(
@@ -231,20 +229,21 @@ class FusedLayer(Fused):
         for each in layers:
             each.follow_parameters()
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        more = [found.data_ptr(), *(0 if norm is None else norm.weight.data_ptr() for norm in norms)]
-        _run(self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
+        _run(self._calls.of(_add_layer, rows, given=(self,)), x, out, [found.data_ptr()], norms, layers)
         return out
 
 
 def _add_layer(stages: Stages, rows: int, layer: Any) -> None:
-    attended, *norms = (At(_MORE + each) for each in range(4))
-    add_layer(stages, rows, layer, At(_X), attended, norms, _MORE + 4, At(_OUT))
+    add_layer(stages, rows, layer, At(_X), At(_MORE), _MORE + 1, At(_OUT))
 
 
-def _run(stages: Stages, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
-    """Run the stages of a call; the addresses of its layers' weights come last."""
+def _run(
+    stages: Stages, x: torch.Tensor, out: torch.Tensor, more: list[int], norms: Iterable[Any], layers: Iterable[Any]
+) -> None:
+    """Run the stages of a call; the addresses of its norms' and layers' weights come last."""
     memory = torch.empty(stages.size, dtype=torch.int8, device="cpu")
-    addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more]
+    of_norms = [0 if norm is None else norm.weight.data_ptr() for norm in norms]
+    addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more, *of_norms]
     for each in layers:
         addresses += each._panel_weight.addresses(each._parameters["bias"])
     stages.run(addresses)
@@ -344,8 +343,7 @@ def _is_projected(attention: Any) -> bool:
         return False
     if any(each.out_features % size or each.in_features != layers[0].in_features for each in layers):
         return False
-    norms = [attention._modules.get(name) for name in HEAD_NORMS]
-    return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in norms)
+    return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in head_norms_of(attention))
 
 
 def _is_norm(norm: Any, dtype: torch.dtype, columns: int) -> bool:
@@ -396,39 +394,25 @@ def _change(module: Any, mixed_in: type[Fused]) -> None:
         module.__class__ = module.original
 
 
-class _Cache:
-    """Stands in for a cache in a trial, and notes what it is given."""
-
-    def __init__(self) -> None:
-        self.given: tuple[Any, ...] = ()
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given = key, value, layer_idx
-        return key, value
-
-
 def _is_same(module: Any) -> bool:
     """Return True if a module's own forward has the same results, and gives its cache the same, bit for bit."""
     first: Any = next(each for each in module.modules() if isinstance(each, PackedLinear))
-    given, caches = dict[str, Any](), (_Cache(), _Cache())
+    given = dict[str, Any]()
     if not isinstance(module, GatedBlock):
         size = getattr(module, "self_attn", module).head_dim
         turns = seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind()
         given = {"position_embeddings": turns, "attention_mask": None}
-    x, seen = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
-    for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
+    x, seen, kinds = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any](), set[Any]()
+    for forward in (module.original.forward.__get__(module), module):
+        cache: Any = DynamicCache()
         try:
             found = forward(x, **given, **({CACHE: cache} if given else {}))
         except RuntimeError:
             return False  # it turns a part of each head, and takes cosines and sines of that size alone
-        seen.append([found[0] if isinstance(found, tuple) else found, type(found), *cache.given])
-    return len(seen[0]) == len(seen[1]) and all(map(_are_equal, *seen))
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        cached = [state for each in cache.layers if each.is_initialized for state in (each.keys, each.values)]
+        seen.append([found[0] if isinstance(found, tuple) else found, *cached])
+        kinds.add((type(found), len(cache.layers), len(cached)))
+    return len(kinds) == 1 and all(map(torch.equal, *seen))
 
 
 def seeded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
