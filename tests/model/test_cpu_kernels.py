@@ -96,7 +96,8 @@ def test_norms_have_the_same_bits(instructions, data):
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(32, 150))
     x = drawn(data, rows, columns, dtypes=FLOATS[:2])
     weight = drawn(data, columns).to(x.dtype)
-    formula = data.draw(st.sampled_from([functions.LLAMA, functions.WHOLE, functions.GEMMA]))
+    kinds = functions.AsLlama, functions.AsWhole, functions.AsGemma
+    formula = data.draw(st.sampled_from([kind.formula for kind in kinds]))
     assert_same_bits(lambda: functions._normalised(x, weight, 1e-6, formula), instructions)
 
 

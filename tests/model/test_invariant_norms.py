@@ -9,10 +9,11 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lade.backends.cpu import kernels
-from lade.backends.cpu.invariant.functions import GEMMA, LLAMA, WHOLE, InvariantNorm, _normalised, replace_norms
+from lade.backends.cpu.invariant.functions import AsGemma, AsLlama, AsWhole, InvariantNorm, _normalised, replace_norms
 from lade.model.module_changes import restore
 
 DTYPES = [torch.bfloat16, torch.float32]
+LLAMA, WHOLE, GEMMA = AsLlama.formula, AsWhole.formula, AsGemma.formula
 
 
 class MultipliedRMSNorm(nn.Module):

@@ -27,11 +27,9 @@ from lade.backends.cpu.kernels import (
     refuse,
     run_on_team,
 )
-from lade.model.inputs import INVARIANT_ATTENTION
+from lade.model.inputs import INVARIANT_ATTENTION as NAME
 
-NAME = INVARIANT_ATTENTION
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-_OUT = {torch.bfloat16: torch.bfloat16}
 _QUAD, _CHUNK = 4, 64  # queries that pass through the keys together, and keys converted to float32 at a time
 _ROWS = 64  # queries that share the converted keys and values
 _SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
@@ -157,7 +155,9 @@ def invariant_attention(
     if query.dtype not in DTYPES:
         raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
     if attention_mask is None:
-        attention_mask = mask_of_all(len(query), query.shape[2], key.shape[2], causal=_is_causal(module, kwargs))
+        given = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        attention_mask = mask_of_all(len(query), query.shape[2], key.shape[2], causal=causal)
     if not isinstance(attention_mask, PlacedMask):
         raise ValueError(
             f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
@@ -165,11 +165,6 @@ def invariant_attention(
         )
     scale = max(query.shape[-1], 1) ** -0.5 if scaling is None else scaling
     return attention_of(query, key, value, attention_mask, scale, softcap, s_aux).to(query.dtype), None
-
-
-def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    is_causal = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def mask_of_all(rows: int, step: int, slots: int, *, causal: bool) -> PlacedMask:
@@ -201,7 +196,8 @@ def attention_of(
     _, kv_heads, keys, value_size = value.shape
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty(rows, step, heads, value_size, dtype=_OUT.get(query.dtype, torch.float32), device="cpu")
+    dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+    out = torch.empty(rows, step, heads, value_size, dtype=dtype, device="cpu")
     if not out.numel():
         return out
     group = heads // kv_heads

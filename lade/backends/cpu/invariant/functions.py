@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +36,10 @@ from lade.backends.cpu.kernels import (
 )
 from lade.model.module_changes import Changed, change, own_class
 
-Function = Callable[[torch.Tensor], torch.Tensor]
 AT_A_TIME = 2**17
 """Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+_OF_ERF = (nn.GELU, activations.GELUActivation)
 _OF_TANH = (
     nn.GELU,
     activations.PytorchGELUTanh,  # has this name in all versions
@@ -72,27 +70,19 @@ class InvariantActivation(Changed):
         if not takes(x):
             own: torch.Tensor = self.original.forward(self, x)
             return own
-        function = _function_of(self.original, self)
-        assert function is not None
-        return function(x)
+        coefficients = _coefficients_of(self.original, self)
+        return gelu(x) if coefficients is None else times_logistic(x, *coefficients)
 
 
 def replace_activations(model: nn.Module) -> None:
     """Replace the activations of a model by invariant ones, in place."""
     for layer in model.modules():
-        if _function_of(type(layer), layer) is not None:
+        if type(layer) in _OF_ERF or _coefficients_of(type(layer), layer) is not None:
             change(layer, InvariantActivation)
 
 
-def _function_of(kind: Any, layer: Any) -> Function | None:
-    """Return the invariant function of an activation; None for modules that need no replacement."""
-    coefficients = _coefficients_of(kind, layer)
-    if coefficients is not None:
-        return partial(times_logistic, slope=coefficients.slope, cubic=coefficients.cubic)
-    return gelu if kind is activations.GELUActivation or kind is nn.GELU else None
-
-
 def _coefficients_of(kind: Any, layer: Any) -> Logistic | None:
+    """Return the coefficients of an activation that is or was of this class; None for any other module."""
     if kind in (nn.SiLU, activations.SiLUActivation):
         return SILU
     if kind is activations.QuickGELUActivation:
@@ -153,9 +143,6 @@ class Formula(NamedTuple):
     rounded: bool  # whether the normalised row is rounded to the layer's dtype before the weights multiply it
 
 
-LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, False)
-
-
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernel supports these tensors, and no gradients are needed."""
     if not (is_plain(x) and is_plain(weight) and x.dtype == weight.dtype and x.dtype in _NORM_DTYPES):
@@ -207,19 +194,19 @@ class InvariantNorm(Changed):
 class AsLlama(InvariantNorm):
     """Rounds the normalised row, then multiplies by the weights."""
 
-    formula = LLAMA
+    formula = Formula(0.0, True)
 
 
 class AsWhole(InvariantNorm):
     """Multiplies by the weights, then rounds once."""
 
-    formula = WHOLE
+    formula = Formula(0.0, False)
 
 
 class AsGemma(InvariantNorm):
     """Multiplies by one plus the weights, then rounds once."""
 
-    formula = GEMMA
+    formula = Formula(1.0, False)
 
 
 def replace_norms(model: nn.Module) -> None:

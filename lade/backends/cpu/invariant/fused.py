@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import DynamicCache
 
-from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
 from lade.backends.cpu.invariant.functions import InvariantNorm, epsilon_of, logistic_of
 from lade.backends.cpu.invariant.layer_stages import (
@@ -44,6 +43,7 @@ from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linea
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.weight import PREPARED_ROWS, TILE_PANEL
 from lade.model.facts import CACHE, CACHE_NAMES
+from lade.model.inputs import INVARIANT_ATTENTION
 from lade.model.module_changes import Changed, change
 
 _KINDS = (PackedLinear, Int8Linear, Int4Linear, GgufLinear)
@@ -174,7 +174,7 @@ class FusedProjections(Fused):
 
 def fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
     """Return True if one call may give the projections of these rows."""
-    if not few_rows(x) or attention.training or attention.config._attn_implementation != ATTENTION:
+    if not few_rows(x) or attention.training or attention.config._attn_implementation != INVARIANT_ATTENTION:
         return False
     same = getattr(attention._modules["q_proj"], "dtype", None) == x.dtype  # autocast might cast them
     return same and _turns(positions, x, attention.head_dim)

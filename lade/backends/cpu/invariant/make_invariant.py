@@ -26,7 +26,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.announcements import announced_if_slow
-from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
 from lade.backends.cpu.invariant.functions import replace_activations, replace_norms
 from lade.backends.cpu.invariant.fused import fuse
@@ -48,6 +47,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
+from lade.model.inputs import INVARIANT_ATTENTION
 from lade.model.module_changes import restore
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY
@@ -105,14 +105,12 @@ def invariant(model: _Model) -> _Model:
     _check_model(model)
     variant(inner)
     with announced_if_slow(logger, f"trying passes of {type(inner).__name__} that are to be invariant"):
-        (_make_on_gpu if inner.device.type == "cuda" else _make_on_cpu)(inner)
+        if inner.device.type == "cpu":
+            _make_on_cpu(inner)
+        elif problem := ON_GPU.load().make_invariant(inner):
+            raise _refused(inner, problem)
     logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
     return model
-
-
-def _make_on_gpu(inner: PreTrainedModel) -> None:
-    if problem := ON_GPU.load().make_invariant(inner):
-        raise _refused(inner, problem)
 
 
 def _make_on_cpu(inner: PreTrainedModel) -> None:
@@ -178,8 +176,8 @@ def _replace_layers(
     model: PreTrainedModel, decoder: Any, known: Sequence[RowPadding | None], *, mixtures: bool
 ) -> Sequence[RowPadding | None]:
     """Replace layers and functions of a model by invariant ones, and return the paddings of its products."""
-    decoder.set_attn_implementation(ATTENTION)
-    if decoder_config(model)._attn_implementation != ATTENTION:
+    decoder.set_attn_implementation(INVARIANT_ATTENTION)
+    if decoder_config(model)._attn_implementation != INVARIANT_ATTENTION:
         raise _refused(model, "its attention cannot be replaced")
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)

@@ -266,6 +266,9 @@ def key_of(model: PreTrainedModel) -> dict[str, object] | None:
         if not _is_known(module):
             return None
         structure.update(repr((name, *kind_of(module))).encode())
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # of the checkpoint
+        config.pop(name, None)
     return {
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -275,7 +278,7 @@ def key_of(model: PreTrainedModel) -> dict[str, object] | None:
         "model": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "structure": structure.hexdigest(),
-        "config": hashlib.sha256(json.dumps(_settings(model), sort_keys=True, default=str).encode()).hexdigest(),
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
         "lade": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -285,12 +288,17 @@ def key_of(model: PreTrainedModel) -> dict[str, object] | None:
 def kind_of(module: nn.Module) -> tuple[object, ...]:
     """Return what tells a module's computation from that of others, without its children and its weights' values."""
     kind = type(module)
+    settings = [
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | torch.dtype) and name not in ("training", "layer_idx")
+    ]
     weights = [
         (name, type(weight.data).__name__, tuple(weight.shape), weight.stride(), str(weight.dtype))
         for name, weight in (*module._parameters.items(), *module._buffers.items())
         if weight is not None and weight.layout is torch.strided
     ]
-    return f"{kind.__module__}.{kind.__qualname__}", *sorted(_scalars(vars(module))), *weights
+    return f"{kind.__module__}.{kind.__qualname__}", *sorted(settings), *weights
 
 
 def kept_paddings(key: Mapping[str, object]) -> Paddings | None:
@@ -306,19 +314,6 @@ def keep_paddings(key: Mapping[str, object], paddings: Sequence[RowPadding | Non
 def _is_known(module: Any) -> bool:
     known = type(module).__module__.partition(".")[0] in _KNOWN_PACKAGES and "forward" not in vars(module)
     return known and not any(vars(module).get(name) for name in _HOOKS)
-
-
-def _scalars(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield attributes that may be settings; the index of a layer is none."""
-    for name, value in state.items():
-        if isinstance(value, bool | int | float | str | torch.dtype) and name not in ("training", "layer_idx"):
-            yield name, repr(value)
-
-
-def _settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the configuration without what names the checkpoint."""
-    settings: dict[str, Any] = model.config.to_dict()
-    return {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
 
 
 @cache
