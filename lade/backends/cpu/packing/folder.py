@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.packing.blocks import BlockCodes
@@ -185,7 +185,7 @@ def load_packed(folder: str | os.PathLike[str], *, attn_implementation: str | No
     if architecture is None:
         raise InputError(f"{str(source)!r} holds a {index.architecture}, which this version of transformers lacks")
     config = architecture.config_class.from_pretrained(source)
-    model = _skeleton(architecture, config)
+    model: PreTrainedModel = skeleton(lambda: architecture(config))
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
     try:
@@ -212,18 +212,17 @@ def _read_index(folder: Path) -> Index:
     return index
 
 
-class EmptyOnMeta(TorchFunctionMode):
+class _EmptyOnMeta(TorchFunctionMode):
     """Redirects `torch.empty` to the meta device: layers allocate no memory for weights about to be replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
 
 
-def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    with DrawsFrom(torch.Generator()), EmptyOnMeta():
-        model = architecture(config)
-    model.eval()
-    return model
+def skeleton(build: Callable[[], Any]) -> Any:
+    """Return a model that was built without memory for its weights, nor draws from torch's generator."""
+    with DrawsFrom(torch.Generator()), _EmptyOnMeta():
+        return build().eval()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from transformers.utils import logging as _logging
 
 from lade.announcements import announce, announced_if_slow
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.folder import EmptyOnMeta
+from lade.backends.cpu.packing.folder import skeleton
 from lade.backends.cpu.packing.gguf_file import (
     Elements,
     Header,
@@ -42,7 +42,6 @@ from lade.backends.cpu.packing.gguf_file import (
 from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import pack_layers
 from lade.errors import InputError
-from lade.model.randomness import DrawsFrom
 from lade.version import minor_version
 
 logger = logging.getLogger(__name__)
@@ -220,9 +219,7 @@ def _packed(header: Header, dtype: torch.dtype) -> Any:
     import gguf
 
     config = config_of(header)
-    with DrawsFrom(torch.Generator()), EmptyOnMeta():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.eval()
+    model: Any = skeleton(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     _fill(model, _Source(header, config, names.get_name, np.memmap(header.path, np.uint8, "r")), dtype)
