@@ -25,7 +25,8 @@ from lade.native import COMPILER_REMEDY, library
 
 WIDEST = 32
 """Least numbers that a norm or an activation takes at once, whatever the width of vectors."""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes that kernels take, and how they are told of them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -40,18 +41,17 @@ class CpuKernel:
     def __init__(self, name: str, instructions: str = "") -> None:
         self.name, self.instructions = name, instructions
 
-    @cached_property
+    @property
     def available(self) -> bool:
         """True if the library is there, and has this kernel for instructions of this processor."""
-        return self._find() is not None
+        return self._found is not None
 
     @cached_property
     def address(self) -> int:
         """Address of the machine code, a C function; raises `UnsupportedModelError` if there is no such kernel here."""
-        found = self._find()
-        if found is None:
+        if self._found is None:
             raise UnsupportedModelError(f"the compiled kernel {self.name!r} is missing", COMPILER_REMEDY)
-        return found
+        return self._found
 
     def __call__(self, place: int) -> None:
         """Run the kernel in this thread on the fields at an address, see `run_on_team`."""
@@ -61,10 +61,10 @@ class CpuKernel:
     def _enter(self) -> Any:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
-    def _find(self) -> int | None:
+    @cached_property
+    def _found(self) -> int | None:
         find = _finder()
-        found: int | None = find(self.name.encode(), self.instructions.encode()) if find is not None else None
-        return found
+        return None if find is None else find(self.name.encode(), self.instructions.encode())
 
 
 @cache
@@ -85,9 +85,9 @@ def _finder() -> Any:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the dtype code that kernels take; raises `ValueError` if none takes this dtype."""
-    kind = _KINDS.get(dtype)
+    kind = DTYPE_CODES.get(dtype)
     if kind is None:
-        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, _KINDS))}")
+        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, DTYPE_CODES))}")
     return kind
 
 

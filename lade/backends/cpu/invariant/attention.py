@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lade.backends.cpu.kernels import (
     CALLED,
+    DTYPE_CODES,
     WIDEST,
     address_of,
     dtype_code,
@@ -29,7 +30,6 @@ from lade.backends.cpu.kernels import (
 )
 from lade.model.inputs import INVARIANT_ATTENTION as NAME
 
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _QUAD, _CHUNK = 4, 64  # queries that pass through the keys together, and keys converted to float32 at a time
 _ROWS = 64  # queries that share the converted keys and values
 _SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
@@ -152,7 +152,7 @@ def invariant_attention(
         raise ValueError(f"{NAME!r} has no gradients: call the model under torch.no_grad()")
     if query.device.type != "cpu":
         raise ValueError(f"{NAME!r} was given states on {query.device}, but is for the CPU: call lade.variant(model)")
-    if query.dtype not in DTYPES:
+    if query.dtype not in DTYPE_CODES:
         raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
     if attention_mask is None:
         given = kwargs.get("is_causal")

@@ -25,6 +25,7 @@ from transformers import activations
 
 from lade.backends.cpu.kernels import (
     CALLED,
+    DTYPE_CODES,
     WIDEST,
     dtype_code,
     float_bits,
@@ -38,7 +39,6 @@ from lade.model.module_changes import Changed, change, own_class
 
 AT_A_TIME = 2**17
 """Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
-_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _OF_ERF = (nn.GELU, activations.GELUActivation)
 _OF_TANH = (
     nn.GELU,
@@ -106,7 +106,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def takes(x: torch.Tensor) -> bool:
     """Return True if the kernel supports this tensor, and no gradients are needed."""
-    return is_plain(x) and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
+    return is_plain(x) and x.dtype in DTYPE_CODES and not (torch.is_grad_enabled() and x.requires_grad)
 
 
 def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:

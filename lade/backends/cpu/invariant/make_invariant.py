@@ -41,7 +41,7 @@ from lade.backends.cpu.invariant.trials import (
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import RowPadding, forget_padding, has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import ON_GPU, Invariance, changed_modules, invariance_of, set_invariance
-from lade.backends.cpu.kernels import kernel
+from lade.backends.cpu.kernels import DTYPE_CODES, kernel
 from lade.backends.trials.backend import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
@@ -54,7 +54,6 @@ from lade.native import COMPILER_REMEDY
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TEXTS = (5, 61, 190)
 """Lengths of the trial's texts; with the second one, the tree crosses a tile border."""
 BRIEF_TEXT = 61
@@ -226,7 +225,7 @@ def _check_model(wrapped: Any) -> None:
         raise _refused(model, "it is in training mode", "call model.eval()")
     if hasattr(wrapped, "_orig_mod") or ModelFacts.of(model).compiled:
         raise _refused(model, "it is compiled, and compilers choose their own kernels")
-    if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPES:
+    if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPE_CODES:
         if reason := ON_GPU.load().invariant_refusal(model):
             raise _refused(model, reason)
         return
@@ -236,7 +235,7 @@ def _check_model(wrapped: Any) -> None:
         raise _refused(model, reason, 'load it with device_map="cpu", or use it unchanged')
     if any(type(weight.data).__module__.startswith("torch.distributed") for weight in model.parameters()):
         raise _refused(model, "its weights are sharded over processes", "load it whole")
-    if model.dtype not in DTYPES:
+    if model.dtype not in DTYPE_CODES:
         reason = f"it is in {dtype_name(model.dtype)}, not in bfloat16, float16 or float32"
         raise _refused(model, reason, "load it in one of these dtypes, or use it unchanged")
     if reason := _refusal_of_architecture(model):

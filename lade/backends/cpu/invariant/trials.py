@@ -255,8 +255,6 @@ def first_difference(alone: Outputs, together: Outputs, place: TokenIndex, place
 RECORDS = Records("invariant", "the verdict of invariance trials")
 _KNOWN_PACKAGES = ("torch", "transformers", "lade")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-Paddings = list[RowPadding | None]
-"""What trials of products found, in the order of the model's distinct products; None where no padding is enough."""
 
 
 def key_of(model: PreTrainedModel) -> dict[str, object] | None:
@@ -301,7 +299,7 @@ def kind_of(module: nn.Module) -> tuple[object, ...]:
     return f"{kind.__module__}.{kind.__qualname__}", *sorted(settings), *weights
 
 
-def kept_paddings(key: Mapping[str, object]) -> Paddings | None:
+def kept_paddings(key: Mapping[str, object]) -> list[RowPadding | None] | None:
     """Return what trials found under a key; None if none were kept."""
     return RECORDS.load(key, lambda record: [each and RowPadding(*each) for each in record["paddings"]])
 

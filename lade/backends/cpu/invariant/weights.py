@@ -108,11 +108,6 @@ def call_padded(layer: Layer, x: torch.Tensor, padding: RowPadding) -> Any:
 def pad_rows(layer: nn.Module, padding: RowPadding) -> None:
     """Pad the rows of a layer from now on."""
     change(layer, PaddedRows)
-    note_padding(layer, padding)
-
-
-def note_padding(layer: nn.Module, padding: RowPadding) -> None:
-    """Record the padding of a layer."""
     layer.__dict__[_PADDING] = padding
 
 
@@ -231,7 +226,7 @@ def pad_all(model: PreTrainedModel, known: Sequence[RowPadding | None]) -> Seque
                 "use the model unchanged, or in another dtype",
             )
         if _is_mixture(layer):
-            note_padding(layer, padding)
+            layer.__dict__[_PADDING] = padding  # for `invariant_experts`
         elif padding != NO_PADDING or not _is_in_panels(layer):  # panels' products lay rows out themselves
             pad_rows(layer, padding)
     return known

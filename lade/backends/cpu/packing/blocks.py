@@ -55,12 +55,9 @@ class BlockCodes:
 
     def rows(self, numbers: torch.Tensor) -> Self:
         """Return the codes of these outputs, in this order."""
-        return self._with({name: each[numbers] for name, each in self.tensors().items()})
+        return replace(self, **{name: each[numbers] for name, each in self.tensors().items()})
 
-    def _with(self, tensors: dict[str, Any]) -> Self:
-        return replace(self, **tensors)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """Return the tensors by their names."""
         names = ("values", "scale", "minimum", "factor", "shift")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -89,7 +86,8 @@ class BlockCodes:
         (outputs, inputs), panels = self.values.shape, weight.panels
         lines = panels[:, :, -BLOCK * PANEL * self.bits // 8 // _LINE :].contiguous().view(torch.uint8)
         values = _out_of_lines(lines, self.bits).reshape(len(panels) * PANEL, -1)
-        found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
+        found: dict[str, Any] = {"values": values[:outputs, :inputs].contiguous()}
+        head, first = panels.flatten(2), 0
         for name, each in self.tensors().items():
             if name == "values":
                 continue
@@ -100,11 +98,11 @@ class BlockCodes:
             piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
             found[name] = piece.clone(memory_format=torch.contiguous_format)
             first += size
-        return self._with(found)
+        return replace(self, **found)
 
     def without_values(self) -> Self:
         """Return codes of the same shapes on the meta device."""
-        return self._with({name: each.to("meta") for name, each in self.tensors().items()})
+        return replace(self, **{name: each.to("meta") for name, each in self.tensors().items()})
 
     def scales(self) -> torch.Tensor:
         """Return the scale of each group, `[out, groups]` float32."""

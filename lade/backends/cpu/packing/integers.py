@@ -30,7 +30,6 @@ from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, 
 from lade.errors import UnsupportedModelError
 
 MOVE_REMEDY = "give it an ordinary tensor on the CPU"
-RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
 _CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
 _LEVELS = (6.8, 7.4, 8.0, 8.6)  # int4 codes, unrounded, that the largest magnitude of a group is tried at
 _Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -136,8 +135,9 @@ class Int8Linear(PackedLinear):
         return self._codes if self._panel_weight is None else self._codes.out_of_panels(self._panel_weight)
 
     def kept_weight(self) -> torch.Tensor:
-        """Return the original weight, `[out, in]`; requires `restorable`."""
-        return self._turned(self._dense_parameter())
+        """Return the original weight, `[out, in]`; requires `keeps_original`."""
+        weight: Any = self._parameters["weight"]
+        return self._turned(weight)
 
     def dense_weight(self) -> torch.Tensor:
         """Return the dequantised weight in the layer's dtype, which differs from the original weight."""
@@ -149,23 +149,11 @@ class Int8Linear(PackedLinear):
         return self._codes.name
 
     @property
-    def restorable(self) -> bool:
-        """True if the original weight was kept."""
-        return self.keeps_original
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the codes and their scales."""
         if self._panel_weight is not None:
             return self._packed.nbytes
         return sum(each.nbytes for each in self._codes.tensors().values())
-
-    def _dense_parameter(self) -> nn.Parameter:
-        if not self.keeps_original:
-            raise UnsupportedModelError(
-                f"the original weight of a layer packed in {self.WEIGHTS} was not kept", RELOAD_REMEDY
-            )
-        return super()._dense_parameter()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if not is_plain(x):

@@ -125,13 +125,8 @@ class PackedLinear(nn.Module):
         """Convert between the layer's own layout and `[out, in]`."""
         return weight.t().contiguous() if self.transposed else weight
 
-    @property
-    def restorable(self) -> bool:
-        """True if `unpacked` restores the original weight."""
-        return True
-
     def unpacked(self) -> nn.Module:
-        """Return the original layer with its weight."""
+        """Return the original layer with its weight, which an integer layer has only if it was kept."""
         self.layer._parameters["weight"] = self._dense_parameter()
         self.layer._parameters["bias"] = self.bias
         return self.layer
