@@ -92,14 +92,13 @@ class PlacedMask(torch.Tensor):
 
 
 def placed_mask(
+    *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
-    q_offset: int = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: Any,  # the others of `sdpa_mask`
 ) -> PlacedMask:
     """Return the mask of an ordinary pass, as transformers' mask interface asks for it.
 
@@ -108,9 +107,7 @@ def placed_mask(
     make: Callable[..., Any] = sdpa_mask
     allowed: torch.Tensor = make(
         batch_size=batch_size,
-        q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
         kv_offset=kv_offset,
         attention_mask=attention_mask,
         device=device,

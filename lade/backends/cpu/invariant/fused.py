@@ -309,17 +309,12 @@ def _fixed(norm: Any) -> Any:
     return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, epsilon_of(norm)
 
 
-def _is_free(layer: Any) -> bool:
-    """Return True if nobody but the module that a layer is in would notice that it is not called."""
-    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
-
-
 def _are_in_panels(layers: Any) -> bool:
-    """Return True if layers are packed, have panels of one kind, and may be passed by."""
+    """Return True if layers are packed, and have panels of one kind."""
     first = layers[0]
     kind, dtype = type(first), first.dtype if type(first) in _KINDS else None
     for each in layers:
-        if type(each) is not kind or dtype not in _DTYPES or each.dtype != dtype or not _is_free(each):
+        if type(each) is not kind or dtype not in _DTYPES or each.dtype != dtype:
             return False
         if each._panel_weight is None or each.panel == TILE_PANEL:
             return False
@@ -327,9 +322,9 @@ def _are_in_panels(layers: Any) -> bool:
 
 
 def _is_gated(block: Any) -> bool:
-    """Return True if one call gives what the layers of a block do."""
+    """Return True if one call gives what the layers of a block do, as long as they are free of hooks."""
     layers, activation = layers_of(block, GATED), block._modules["act_fn"]
-    if not _are_in_panels(layers) or not _is_free(activation) or logistic_of(activation) is None:
+    if not _are_in_panels(layers) or logistic_of(activation) is None:
         return False
     gate, up, down = layers
     same: bool = gate.in_features == up.in_features and gate.out_features == up.out_features == down.in_features
@@ -347,7 +342,7 @@ def _is_projected(attention: Any) -> bool:
 
 
 def _is_norm(norm: Any, dtype: torch.dtype, columns: int) -> bool:
-    return isinstance(norm, InvariantNorm) and _is_free(norm) and norm.fuses(dtype, columns)
+    return isinstance(norm, InvariantNorm) and norm.fuses(dtype, columns)
 
 
 def _is_layer(layer: Any) -> bool:
@@ -355,9 +350,7 @@ def _is_layer(layer: Any) -> bool:
     attention, block = layers_of(layer, ("self_attn", "mlp"))
     if not (isinstance(attention, FusedProjections) and isinstance(block, GatedBlock)):
         return False
-    if not (_is_free(attention) and _is_free(block) and _is_projected(attention) and _is_gated(block)):
-        return False
-    if not _are_in_panels(layers_behind(layer)):
+    if not (_is_projected(attention) and _is_gated(block) and _are_in_panels(layers_behind(layer))):
         return False
     first, last = layers_of(attention, ("q_proj", "o_proj"))
     width, dtype = first.in_features, first.dtype
@@ -388,6 +381,8 @@ def _turns(positions: Any, x: torch.Tensor, size: int) -> bool:
 
 def _change(module: Any, mixed_in: type[Fused]) -> None:
     """Mix a class into a module's class if a trial finds the same bits."""
+    if not Survey(module).is_free():
+        return
     change(module, mixed_in)
     module._calls = _Calls()
     if not _is_same(module):

@@ -26,11 +26,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear, out_of_pairs, pairs_of
-from lade.backends.cpu.packing.linear import PackedLinear, weight_of
+from lade.backends.cpu.packing.linear import PackedLinear, shape_of, weight_of
 from lade.backends.cpu.packing.pack import pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
@@ -232,8 +231,7 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
     for name, dtype in (*index.int8.items(), *index.int4.items()):
         layer: Any = model.get_submodule(name)
         values, scale = (files.pop(key).get_tensor(key) for key in (f"{name}.weight", f"{name}.weight{SCALE}"))
-        inputs = weight_of(layer).shape[0 if isinstance(layer, Conv1D) else 1]
-        is_int4 = name in index.int4
+        is_int4, (_, inputs) = name in index.int4, shape_of(layer)
         codes[layer] = out_of_pairs(values, scale, inputs) if is_int4 else BlockCodes("int8", 8, values, scale)
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # carries the dtype

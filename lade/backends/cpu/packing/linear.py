@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
         self._parameters["weight"] = weight = layer._parameters["weight"]
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
-        self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
+        self.out_features, self.in_features = shape_of(layer)
         self.__dict__.update(dtype=weight.dtype, panel=panel, _own_panel=panel, _count=weight.numel(), _pages=pages)
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: not part of the module tree or of its state
@@ -301,6 +301,12 @@ def refuse_autocast(model: Any) -> None:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.check_autocast()
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs."""
+    first, second = weight_of(layer).shape
+    return (second, first) if isinstance(layer, Conv1D) else (first, second)
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:

@@ -28,7 +28,7 @@ from lade.announcements import announced_if_slow
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
-from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
+from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, shape_of, weight_of
 from lade.backends.cpu.packing.panel_products import faster_panel, panel_for
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
@@ -338,13 +338,7 @@ def try_kernel(dtype: torch.dtype) -> None:
 
 def _bfloat16_panel(kinds: Mapping[nn.Module, type[PackedLinear]]) -> int:
     """Return the outputs per panel of the layers to pack in bfloat16; 0 for oneDNN's products."""
-    return faster_panel(Counter(_shape(layer) for layer in kinds if weight_of(layer).dtype == torch.bfloat16))
-
-
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs."""
-    first, second = weight_of(layer).shape
-    return (second, first) if isinstance(layer, Conv1D) else (first, second)
+    return faster_panel(Counter(shape_of(layer) for layer in kinds if weight_of(layer).dtype == torch.bfloat16))
 
 
 def _patterns(weights: str | None, keep: Sequence[str] | str) -> list[str]:
