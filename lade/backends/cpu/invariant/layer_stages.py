@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lade.backends.cpu.invariant.functions import logistic_of
+from lade.backends.cpu.invariant.functions import epsilon_of, logistic_of
 from lade.backends.cpu.kernels import At, Stages, dtype_code, float_bits, kernel, parts_of
 
 GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
@@ -88,7 +88,8 @@ def add_projections(
 
 def _add_norm(stages: Stages, rows: int, norm: Any, x: At, own: int, out: At) -> None:
     kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
-    stages.add(kernel("normalise"), parts_of(rows * columns), (x, At(own), out, kind, *norm.fields(rows)))
+    fields = x, At(own), out, kind, *norm.fields(columns, rows, epsilon_of(norm))
+    stages.add(kernel("normalise"), parts_of(rows * columns), fields)
 
 
 def add_block(stages: Stages, rows: int, block: Any, x: At, out: At, own: int) -> None:
