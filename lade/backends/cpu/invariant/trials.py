@@ -136,8 +136,8 @@ class ModelTrial:
         cache = self._prefilled()
         logits = self._runner.forward([self._tree], [self._text], cache)[0]  # [S, V]
         plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(self._model, self._text)}
-        for path in self._prefixes():
-            if path:
+        for path in [whole[:depth] for whole in self._paths for depth in range(len(whole) + 1)]:
+            if path not in plain:
                 plain[path] = plain[path[:-1]].after(path[-1])
             if not torch.equal(plain[path].logits, logits[nodes_of(self._tree, path)[-1]]):
                 return self._first_module(path)
@@ -160,10 +160,6 @@ class ModelTrial:
         tokens = len(self._text) - 1
         in_prompt = first_difference(alone, together, TokenIndex(1, tokens), TokenIndex(ROWS, tokens))
         return in_prompt or first_difference(alone, together, TokenIndex(1, 1), TokenIndex(ROWS, 1)) or NO_MODULE
-
-    def _prefixes(self) -> Sequence[tuple[int, ...]]:
-        found = [path[:depth] for path in self._paths for depth in range(len(path) + 1)]
-        return sorted(dict.fromkeys(found), key=len)
 
     def _prefilled(self) -> TreeCache:
         cache = self._runner.tree_cache()

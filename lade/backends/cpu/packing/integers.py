@@ -29,7 +29,6 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, state_of
 from lade.errors import UnsupportedModelError
 
-MOVE_REMEDY = "give it an ordinary tensor on the CPU"
 _CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
 _LEVELS = (6.8, 7.4, 8.0, 8.6)  # int4 codes, unrounded, that the largest magnitude of a group is tried at
 _Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -93,11 +92,7 @@ def _in_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int8Linear(PackedLinear):
     """A linear layer with int8 weights, one scale per output and 32 inputs, and inputs with one scale per 32.
 
-    Args:
-        layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
-        keep: true to keep the layer's own weight along with the packed one.
-        codes: codes of its weight, if known; computed from the weight otherwise.
-        pages: memory pool shared by all layers of a model.
+    Arguments are those of `PackedLinear`, and the codes of the layer's weight, if they are known.
 
     Attributes:
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
@@ -157,8 +152,10 @@ class Int8Linear(PackedLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if not is_plain(x):
-            what = f"a {type(x).__name__} on {x.device}"
-            raise UnsupportedModelError(f"a layer packed in {self.WEIGHTS} for the CPU was given {what}", MOVE_REMEDY)
+            raise UnsupportedModelError(
+                f"a layer packed in {self.WEIGHTS} for the CPU was given a {type(x).__name__} on {x.device}",
+                "give it an ordinary tensor on the CPU",
+            )
         bias = self._parameters["bias"]
         if self._panel_weight is not None:
             return self._panel_weight.product(x, bias)

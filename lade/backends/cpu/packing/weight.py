@@ -230,7 +230,6 @@ class _Split(NamedTuple):
 
     kernel: str
     together: int  # rows interleaved in a group
-    padded: int  # number of rows, with those that fill up the last group
     row_group: int  # rows per part of the work
     panel_group: int  # panels per part of the work
 
@@ -314,7 +313,8 @@ class PanelWeight:
         width = self.inputs * (1 if self.codes else self.panels.itemsize)
         if not self.codes and rows == 1 and width % BLOCK == 0:  # such a row lies as in blocks
             return Blocks(x, 0)
-        count = split.padded * self.panels.shape[1]
+        padded = -(-rows // split.together) * split.together  # the last group is filled up
+        count = padded * self.panels.shape[1]
         to, facts = stages.take(count * BLOCK), stages.take(count * _FACTS) if self.codes else 0
         fields = x, to, facts, kind, rows, self.inputs, split.together  # a RowBlocks, see cpu.h
         stages.add(kernel("quantise_rows" if self.codes else "block_rows"), parts_of_rows(rows, rows * width), fields)
@@ -351,7 +351,7 @@ class PanelWeight:
         name = self.codes or ("few" if rows <= groups.few else "many")
         together = groups.together_for(rows)
         shares = groups.shares(rows, count, blocks, panel.nbytes)
-        return _Split(f"multiply_{name}", together, -(-rows // together) * together, *shares)
+        return _Split(f"multiply_{name}", together, *shares)
 
 
 def code_groups(instructions: str = "") -> RowGroups:
