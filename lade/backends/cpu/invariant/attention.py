@@ -55,8 +55,7 @@ class PlacedMask(torch.Tensor):
     @cached_property
     def allowed(self) -> torch.Tensor:
         """`[B, S, K]` bool as an ordinary tensor, contiguous along the keys."""
-        allowed = self.as_subclass(torch.Tensor)[:, 0]
-        return allowed if allowed.stride(-1) == 1 else allowed.contiguous()
+        return _with_rows(self.as_subclass(torch.Tensor)[:, 0])
 
     @cached_property
     def spans(self) -> torch.Tensor:
@@ -257,7 +256,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: to
 
 
 def _with_rows(states: torch.Tensor) -> torch.Tensor:
-    """Return states that are contiguous along the last dimension."""
+    """Return the same numbers, contiguous along the last dimension."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 

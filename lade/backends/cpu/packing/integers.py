@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.blocks import GROUP, LARGEST, TINY, BlockCodes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, state_of
+from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, PackedWeight, state_of
 from lade.errors import UnsupportedModelError
 
 _CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
@@ -164,17 +164,11 @@ class Int8Linear(PackedLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes: the packed layout cannot be copied, and another process may have no library."""
-        state, codes = self.__dict__.copy(), self.codes()
+        state = {**self.__dict__, "_given": self.codes()}
         del state["_packed"], state["_panel_weight"], state["_codes"]
-        state["_sent"] = codes.name, codes.bits, {name: ByValue(each) for name, each in codes.tensors().items()}
         if not self.keeps_original:
             state["_parameters"] = self._without_values()
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        name, bits, tensors = state["_sent"]
-        codes = BlockCodes(name, bits, **tensors)
-        super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
 
 
 class Int4Linear(Int8Linear):
