@@ -312,13 +312,11 @@ def _fixed(norm: Any) -> Any:
 def _are_in_panels(layers: Any) -> bool:
     """Return True if layers are packed, and have panels of one kind."""
     first = layers[0]
-    kind, dtype = type(first), first.dtype if type(first) in _KINDS else None
-    for each in layers:
-        if type(each) is not kind or dtype not in _DTYPES or each.dtype != dtype:
-            return False
-        if each._panel_weight is None or each.panel == TILE_PANEL:
-            return False
-    return True
+    if type(first) not in _KINDS or first.dtype not in _DTYPES:
+        return False
+    if any(type(each) is not type(first) or each.dtype != first.dtype for each in layers):
+        return False
+    return all(each._panel_weight is not None and each.panel != TILE_PANEL for each in layers)
 
 
 def _is_gated(block: Any) -> bool:
@@ -338,11 +336,11 @@ def _is_projected(attention: Any) -> bool:
         return False
     if any(each.out_features % size or each.in_features != layers[0].in_features for each in layers):
         return False
-    return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in head_norms_of(attention))
+    return _are_fusing(head_norms_of(attention), layers[0].dtype, size)
 
 
-def _is_norm(norm: Any, dtype: torch.dtype, columns: int) -> bool:
-    return isinstance(norm, InvariantNorm) and norm.fuses(dtype, columns)
+def _are_fusing(norms: Any, dtype: torch.dtype, columns: int) -> bool:
+    return all(norm is None or (isinstance(norm, InvariantNorm) and norm.fuses(dtype, columns)) for norm in norms)
 
 
 def _is_layer(layer: Any) -> bool:
@@ -356,7 +354,7 @@ def _is_layer(layer: Any) -> bool:
     width, dtype = first.in_features, first.dtype
     if not width == last.out_features == block.gate_proj.in_features == block.down_proj.out_features:
         return False
-    return all(norm is None or _is_norm(norm, dtype, width) for norm in norms_of(layer))
+    return _are_fusing(norms_of(layer), dtype, width)
 
 
 def _takes_arguments(module: nn.Module) -> bool:
