@@ -96,8 +96,7 @@ def test_norms_have_the_same_bits(instructions, data):
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(32, 150))
     x = drawn(data, rows, columns, dtypes=FLOATS[:2])
     weight = drawn(data, columns).to(x.dtype)
-    kinds = functions.AsLlama, functions.AsWhole, functions.AsGemma
-    kind = data.draw(st.sampled_from(kinds))
+    kind = data.draw(st.sampled_from([functions.AsLlama, functions.AsWhole, functions.AsGemma]))
     assert_same_bits(lambda: functions._normalised(x, weight, 1e-6, kind), instructions)
 
 

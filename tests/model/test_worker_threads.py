@@ -104,8 +104,7 @@ def test_stages_come_one_after_the_other(times):
 def test_kernels_that_are_joined_wait_for_each_other_behind_the_last(parts):
     """Halves of what the first kernel finds are added up by joined kernels, and what comes then needs both."""
     numbers, half, stages = torch.arange(10_000.0), 20_000, Stages()
-    once, doubled = (stages.take(numbers.nbytes) for _ in range(2))
-    zeros = stages.take(numbers.nbytes)
+    once, doubled, zeros = (stages.take(numbers.nbytes) for _ in range(3))
     stages.add(kernel("add"), parts[0], (At(1), zeros, once, 0, len(numbers)))
     for number, start in enumerate((0, half)):
         place, x = (each._replace(offset=each.offset + start) for each in (doubled, once))
