@@ -14,7 +14,7 @@ from made_codes import FORMATS, STEPS, drawn_codes
 from pretend import torch_threads
 from torch import nn
 
-from lade.backends.cpu.kernels import At, Room, Stages, dtype_code, kernel
+from lade.backends.cpu.kernels import At, Stages, dtype_code, kernel
 from lade.backends.cpu.packing import weight
 from lade.backends.cpu.packing.blocks import _fused, quantised
 from lade.backends.cpu.packing.integers import Int8Linear
@@ -57,9 +57,10 @@ def test_the_kernel_has_the_bits_of_its_definition(instructions, name, data):
     codes, generator = drawn_codes(name, outputs, inputs, seed), torch.Generator().manual_seed(seed)
     x = inputs_of(rows, inputs, data.draw(st.sampled_from(DTYPES)), generator)
     bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans()) else None
-    dtype = data.draw(st.sampled_from(DTYPES))
+    dtype, packed = data.draw(st.sampled_from(DTYPES)), codes.in_panels(HugePages())
+    packed.instructions = instructions
     with torch_threads(data.draw(st.integers(1, 3))):
-        found = codes.in_panels(HugePages()).product(x, bias, dtype, instructions)
+        found = packed.product(x, bias, dtype)
     assert torch.equal(found, codes.product(x, bias, dtype))
 
 
@@ -83,7 +84,9 @@ def test_the_largest_sums_are_exact(instructions, name):
     codes = replace(codes, values=values)
     x = torch.full((37, 768), 3.0)
     x[::2] *= -1
-    found = codes.in_panels(HugePages()).product(x, None, x.dtype, instructions)
+    packed = codes.in_panels(HugePages())
+    packed.instructions = instructions
+    found = packed.product(x)
     assert torch.equal(found, codes.product(x, None, x.dtype))
     exact = x.double() @ codes.dense(torch.float64).t()
     assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
@@ -148,10 +151,10 @@ def test_what_kernels_cannot_read_is_refused():
 def test_inputs_are_rounded_to_the_same_codes(inputs, dtype):
     blocks, packed = -(-inputs // 64), drawn_codes("int8", 16, inputs).in_panels(HugePages())
     for rows in EDGES:
-        x, stages, room = inputs_of(rows, inputs, dtype), Stages(), Room(1)
-        laid_out = packed.add_rows(stages, room, rows, At(0), dtype_code(dtype))
-        memory = torch.empty(room.size, dtype=torch.int8)
-        stages.run((x.data_ptr(), memory.data_ptr()))
+        x, stages = inputs_of(rows, inputs, dtype), Stages()
+        laid_out = packed.add_rows(stages, rows, At(1), dtype_code(dtype))
+        memory = torch.empty(stages.size, dtype=torch.int8)
+        stages.run((memory.data_ptr(), x.data_ptr()))
         expected, steps = quantised(torch.nn.functional.pad(x, (0, -inputs % 64)))
         together = code_groups().together_for(rows)
         codes = memory[: laid_out.facts.offset].view(-1, blocks, together, 2, 32).permute(0, 2, 1, 3, 4)

@@ -96,8 +96,8 @@ def test_norms_have_the_same_bits(instructions, data):
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(32, 150))
     x = drawn(data, rows, columns, dtypes=FLOATS[:2])
     weight = drawn(data, columns).to(x.dtype)
-    formula = data.draw(st.sampled_from([functions.LLAMA, functions.WHOLE, functions.GEMMA]))
-    assert_same_bits(lambda: functions._normalised(x, weight, 1e-6, formula), instructions)
+    kind = data.draw(st.sampled_from([functions.AsLlama, functions.AsWhole, functions.AsGemma]))
+    assert_same_bits(lambda: functions._normalised(x, weight, 1e-6, kind), instructions)
 
 
 @with_each("logistic_product")
@@ -127,7 +127,9 @@ def test_results_are_rounded_as_torch_does(instructions, dtype):
     halfway = (numbers + numbers.roll(-1)) / 2
     bias = torch.cat([numbers, halfway, halfway.nextafter(numbers), halfway.nextafter(numbers.roll(-1))])
     values, x = torch.zeros(len(bias), 1, dtype=torch.int16), torch.zeros(1, 1)
-    out = coded(values).product(x, bias, dtype, instructions)
+    weight = coded(values)
+    weight.instructions = instructions
+    out = weight.product(x, bias, dtype)
     expected = (bias + 0.0).to(dtype)  # a zero is positive
     assert torch.equal(out[0].isnan(), expected.isnan())
     assert torch.equal(bits(out[0].nan_to_num(7)), bits(expected.nan_to_num(7)))
@@ -144,7 +146,8 @@ def test_products_of_bfloat16_have_the_same_bits(instructions, data):
 
     def product(kernel_of: str) -> torch.Tensor:
         laid_out = PanelWeight(in_panels(weight, panel=DOT_PANEL), outputs, inputs)
-        return laid_out.product(x, bias, instructions=kernel_of)
+        laid_out.instructions = kernel_of
+        return laid_out.product(x, bias)
 
     assert torch.equal(bits(product(instructions)), bits(product("reference")))
 

@@ -102,7 +102,8 @@ def test_a_query_that_sees_nothing_gets_zeros():
 
 
 def test_padding_on_the_left_has_no_positions():
-    mask = placed_mask(2, 1, 5, q_offset=4, attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]))
+    given = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    mask = placed_mask(batch_size=2, q_length=1, kv_length=5, q_offset=4, attention_mask=given)
     assert mask.positions.tolist() == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
     assert mask[0, 0, 0].tolist() == [False, False, True, True, True]
 

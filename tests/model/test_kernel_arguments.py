@@ -21,14 +21,6 @@ import lade
 from lade import native
 from lade.backends.cpu.invariant import functions
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
-from lade.backends.cpu.invariant.functions import (
-    LLAMA,
-    InvariantActivation,
-    InvariantNorm,
-    replace_activations,
-    replace_norms,
-    times_logistic,
-)
 from lade.backends.cpu.packing.integers import Int8Linear, int8_codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
@@ -120,7 +112,7 @@ def test_a_norm_is_right_or_refused(x, data):
     served = size == x.shape[-1] >= 32 and x.dtype == dtype in (torch.float32, HALF) and weight.is_contiguous()
     served = served and {of_x, of_weight} == {"as it is"}
     given = made(of_x, x), made(of_weight, weight)
-    found = functions._normalised(*given, 1e-5, LLAMA) if functions._takes(*given) else None
+    found = functions._normalised(*given, 1e-5, functions.AsLlama) if functions._takes(*given) else None
     assert (found is not None) == served
     if found is not None:
         numbers = x.double()
@@ -131,7 +123,7 @@ def test_a_norm_is_right_or_refused(x, data):
 @settings(max_examples=examples(200))
 @given(tensors(columns=st.integers(0, 70)), KINDS)
 def test_numbers_times_a_logistic_function_are_right_or_refused(x, kind):
-    found = found_or_refused(lambda: times_logistic(made(kind, x)))
+    found = found_or_refused(lambda: functions.times_logistic(made(kind, x)))
     wants_none = kind == "as it is" or (kind == "with gradients" and not x.is_floating_point())
     assert (found is not None) == (x.dtype in FLOATS and wants_none)
     if found is not None:
@@ -163,9 +155,9 @@ def test_a_layer_of_an_invariant_model_takes_what_it_took_before(x, kind, before
         st.sampled_from([lambda: LlamaRMSNorm(40), lambda: GemmaRMSNorm(40), lambda: copy.copy(ACT2FN["silu"])])
     )
     ours = nn.ModuleList([make().to(before)])
-    replace_norms(ours)
-    replace_activations(ours)
-    assert isinstance(ours[0], (InvariantNorm, InvariantActivation)) or before == torch.float16
+    functions.replace_norms(ours)
+    functions.replace_activations(ours)
+    assert isinstance(ours[0], (functions.InvariantNorm, functions.InvariantActivation)) or before == torch.float16
     own, ours = make().to(after), ours.to(after)[0]
     found, expected = outcome(ours, made(kind, x)), outcome(own, made(kind, x.clone()))
     assert (found is None) == (expected is None)

@@ -7,7 +7,7 @@ import torch
 from pretend import use_threads
 
 from lade.backends.cpu.invariant.weights import _drawn, _order, cancelling
-from lade.backends.cpu.kernels import BFLOAT16, kernel
+from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import panel_products
 from lade.backends.cpu.packing import weight as packing
 from lade.backends.cpu.packing.panel_products import has_tiles
@@ -117,7 +117,7 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, way):
     if way.panel == TILE_PANEL:
         panel_products._multiply(inner, way.in_panels(weight), biases[:70], inside, way.instructions)
     else:
-        PanelWeight(way.in_panels(weight), 70, 33)._multiply(inner, rows, (BFLOAT16,) * 3, biases[:70], inside, "")
+        PanelWeight(way.in_panels(weight), 70, 33)._multiply(inner, biases[:70], inside)
     assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
     assert torch.equal(out[1000:-1000].view(rows, 70), way.product(x, way.in_panels(weight), bias, 70))
 

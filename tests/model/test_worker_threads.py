@@ -13,7 +13,7 @@ from pretend import use_threads
 
 from lade.backends.cpu import kernels as worker_threads
 from lade.backends.cpu.invariant.functions import times_logistic
-from lade.backends.cpu.kernels import At, Room, Stages, ThreadTeam, kernel, run_on_team
+from lade.backends.cpu.kernels import At, Stages, ThreadTeam, kernel, run_on_team
 
 
 @pytest.fixture(autouse=True)
@@ -89,51 +89,50 @@ def test_a_child_of_a_process_that_used_its_kernels_can_use_them():
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_stages_come_one_after_the_other(times):
     """Each adds what the one before it has written, all parts of it."""
-    numbers, stages, room = torch.arange(10_000.0), Stages(), Room(2)
-    between = [room.take(numbers.nbytes) for _ in range(times)]
-    places = [At(0), *between, At(1)]
+    numbers, stages = torch.arange(10_000.0), Stages()
+    between = [stages.take(numbers.nbytes) for _ in range(times)]
+    places = [At(1), *between, At(2)]
     for a, found in itertools.pairwise(places):
-        stages.add(kernel("add"), 7, (a, At(0), found, 0, len(numbers)))
+        stages.add(kernel("add"), 7, (a, At(1), found, 0, len(numbers)))
     for _ in range(3):
-        found, memory = torch.empty_like(numbers), torch.empty(room.size, dtype=torch.int8)
-        stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
+        found, memory = torch.empty_like(numbers), torch.empty(stages.size, dtype=torch.int8)
+        stages.run((memory.data_ptr(), numbers.data_ptr(), found.data_ptr()))
         assert torch.equal(found, numbers * (times + 2))
 
 
 @pytest.mark.parametrize("parts", list(itertools.product([1, 4], repeat=4)))
 def test_kernels_that_are_joined_wait_for_each_other_behind_the_last(parts):
     """Halves of what the first kernel finds are added up by joined kernels, and what comes then needs both."""
-    numbers, half, stages, room = torch.arange(10_000.0), 20_000, Stages(), Room(2)
-    once, doubled = (room.take(numbers.nbytes) for _ in range(2))
-    zeros = room.take(numbers.nbytes)
-    stages.add(kernel("add"), parts[0], (At(0), zeros, once, 0, len(numbers)))
+    numbers, half, stages = torch.arange(10_000.0), 20_000, Stages()
+    once, doubled, zeros = (stages.take(numbers.nbytes) for _ in range(3))
+    stages.add(kernel("add"), parts[0], (At(1), zeros, once, 0, len(numbers)))
     for number, start in enumerate((0, half)):
         place, x = (each._replace(offset=each.offset + start) for each in (doubled, once))
         stages.add(kernel("add"), parts[1 + number], (x, x, place, 0, len(numbers) // 2), joined=number > 0)
-    stages.add(kernel("add"), parts[3], (doubled, doubled, At(1), 0, len(numbers)))
+    stages.add(kernel("add"), parts[3], (doubled, doubled, At(2), 0, len(numbers)))
     for _ in range(200):
-        found, memory = torch.empty_like(numbers), torch.full((room.size,), 7, dtype=torch.int8)
+        found, memory = torch.empty_like(numbers), torch.full((stages.size,), 7, dtype=torch.int8)
         memory[zeros.offset :] = 0
-        stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
+        stages.run((memory.data_ptr(), numbers.data_ptr(), found.data_ptr()))
         assert torch.equal(found, 4 * numbers)
 
 
 def test_kernels_of_one_part_are_run_by_one_thread_and_others_by_all():
-    numbers, stages, room = torch.arange(1000.0), Stages(), Room(2)
-    a, b, c, d = (room.take(numbers.nbytes) for _ in range(4))
-    for parts, x, found in ((1, At(0), a), (1, a, b), (5, b, c), (1, c, d), (1, d, At(1))):
+    numbers, stages = torch.arange(1000.0), Stages()
+    a, b, c, d = (stages.take(numbers.nbytes) for _ in range(4))
+    for parts, x, found in ((1, At(1), a), (1, a, b), (5, b, c), (1, c, d), (1, d, At(2))):
         stages.add(kernel("add"), parts, (x, x, found, 0, len(numbers)))
     fields, _ = stages.described
     assert fields[2] == 4  # addresses, a sequence of two, one, a sequence of two
     for _ in range(50):
-        found, memory = torch.empty_like(numbers), torch.empty(room.size, dtype=torch.int8)
-        stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
+        found, memory = torch.empty_like(numbers), torch.empty(stages.size, dtype=torch.int8)
+        stages.run((memory.data_ptr(), numbers.data_ptr(), found.data_ptr()))
         assert torch.equal(found, 32 * numbers)
 
 
 def test_memory_of_a_call_is_handed_out_piece_by_piece():
-    room = Room(5)
-    assert [room.take(size) for size in (64, 1, 65)] == [At(5, 0), At(5, 64), At(5, 128)] and room.size == 256
+    stages = Stages()
+    assert [stages.take(size) for size in (64, 1, 65)] == [At(0, 0), At(0, 64), At(0, 128)] and stages.size == 256
 
 
 class Machine:

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Log
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
-from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
 from lade.backends.tree_attention.backend import NAME as TREE_ATTENTION
 from lade.decoding.tree import TokenTree
 from lade.model import capture_blockers
 from lade.model.capture_blockers import inference_mode_blocker, ordinary
 from lade.model.facts import ModelFacts
+from lade.model.inputs import INVARIANT_ATTENTION
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.engine import Engine

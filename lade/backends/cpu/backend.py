@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from lade.backends.cpu.invariant_marker import invariance_of, stale_reason
+from lade.backends.cpu.invariant_marker import stale_reason
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear, refuse_autocast
 from lade.backends.cpu.packing.weight import PackedWeight
 from lade.model.facts import PACKED, ModelFacts
-from lade.model.inputs import INVARIANT_ATTENTION, PLACED_MASKS
+from lade.model.inputs import PLACED_MASKS
 from lade.model.supports import INVARIANT_MODELS
 
 
@@ -33,9 +33,7 @@ class CpuBackend:
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
         """Return why an invariant model may no longer be invariant; an empty string otherwise."""
-        note = invariance_of(facts.model)
-        expected = note.attention if note is not None and note.threads is None else INVARIANT_ATTENTION
-        return stale_reason(facts, config._attn_implementation == expected)
+        return stale_reason(facts, config._attn_implementation)
 
     def pack_like(self, module: nn.Module, layer: Any) -> None:
         """Pack a module in the format and with the products of a packed layer, in place; nothing is measured."""

@@ -11,6 +11,7 @@ from torch import nn
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import INVARIANCE, ModelFacts
+from lade.model.inputs import INVARIANT_ATTENTION
 from lade.model.module_changes import Changed
 from lade.model.registry import Role
 
@@ -50,12 +51,10 @@ def set_invariance(model: nn.Module, invariance: Invariance | None) -> None:
         vars(model)[INVARIANCE] = invariance
 
 
-def stale_reason(facts: ModelFacts, attention: bool) -> str:
+def stale_reason(facts: ModelFacts, attention: str | None) -> str:
     """Return what has changed since a model was made invariant and may affect rounding; an empty string if nothing has.
 
-    Args:
-        facts: survey of the model, invariant or not.
-        attention: true if its attention is still the invariant implementation.
+    The model may not be invariant. `attention` is the name of its attention implementation now.
     """
     model = facts.model
     note = invariance_of(model)
@@ -70,7 +69,7 @@ def stale_reason(facts: ModelFacts, attention: bool) -> str:
     device = "cuda" if note.threads is None else "cpu"
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != note.dtype:
         return f"it was made invariant in {was}, but autocast computes in another dtype: leave torch.autocast"
-    if not attention:
+    if attention != (note.attention if note.threads is None else INVARIANT_ATTENTION):
         return f"its attention implementation was changed after it was made invariant: {_AGAIN}"
     if note.modules != len(facts.modules):
         return f"it was made invariant with {note.modules} modules, but now has {len(facts.modules)}: {_AGAIN}"

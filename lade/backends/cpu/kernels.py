@@ -13,7 +13,6 @@ import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from time import monotonic_ns
 from typing import Any, NamedTuple, NoReturn
@@ -24,11 +23,10 @@ import torch
 from lade.errors import UnsupportedModelError
 from lade.native import COMPILER_REMEDY, library
 
-BFLOAT16, FLOAT16 = 1, 2
-"""Dtype codes of two-byte dtypes; float32 is 0."""
 WIDEST = 32
 """Least numbers that a norm or an activation takes at once, whatever the width of vectors."""
-_KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes that kernels take, and how they are told of them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -43,18 +41,17 @@ class CpuKernel:
     def __init__(self, name: str, instructions: str = "") -> None:
         self.name, self.instructions = name, instructions
 
-    @cached_property
+    @property
     def available(self) -> bool:
         """True if the library is there, and has this kernel for instructions of this processor."""
-        return self._find() is not None
+        return self._found is not None
 
     @cached_property
     def address(self) -> int:
         """Address of the machine code, a C function; raises `UnsupportedModelError` if there is no such kernel here."""
-        found = self._find()
-        if found is None:
+        if self._found is None:
             raise UnsupportedModelError(f"the compiled kernel {self.name!r} is missing", COMPILER_REMEDY)
-        return found
+        return self._found
 
     def __call__(self, place: int) -> None:
         """Run the kernel in this thread on the fields at an address, see `run_on_team`."""
@@ -64,10 +61,10 @@ class CpuKernel:
     def _enter(self) -> Any:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
-    def _find(self) -> int | None:
+    @cached_property
+    def _found(self) -> int | None:
         find = _finder()
-        found: int | None = find(self.name.encode(), self.instructions.encode()) if find is not None else None
-        return found
+        return None if find is None else find(self.name.encode(), self.instructions.encode())
 
 
 @cache
@@ -88,9 +85,9 @@ def _finder() -> Any:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the dtype code that kernels take; raises `ValueError` if none takes this dtype."""
-    kind = _KINDS.get(dtype)
+    kind = DTYPE_CODES.get(dtype)
     if kind is None:
-        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, _KINDS))}")
+        raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, DTYPE_CODES))}")
     return kind
 
 
@@ -144,37 +141,30 @@ class At(NamedTuple):
     offset: int = 0
 
 
-@dataclass
-class Room:
-    """Memory that a call needs for itself.
-
-    Attributes:
-        address: index of its address among those that a call is given.
-        size: bytes taken so far.
-    """
-
-    address: int
-    size: int = 0
-
-    def take(self, size: int) -> At:
-        """Return the place of so many bytes, aligned to 64."""
-        place = At(self.address, self.size)
-        self.size += -(-size // 64) * 64
-        return place
-
-
 class Stages:
     """Kernels that one team of threads runs one after the other: the work of several calls in one.
 
     Threads wait for each other between two kernels, which takes as long as small kernels do. They need not where one
     thread does both, as they have one part each, nor where a kernel needs nothing of the one before it.
+
+    The first address that a call is given is that of memory of its own, for what is in between.
+
+    Attributes:
+        size: bytes of that memory.
     """
 
     def __init__(self) -> None:
+        self.size = 0
         self._places, self._threads = array("q"), 1
         fill = kernel("fill_addresses").address  # the first stage
         self._fields = array("q", (0, 0, 1, 0, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0))
         self._sequence = 0  # index of the last stage's number of fields, if that is a sequence; else 0
+
+    def take(self, size: int) -> At:
+        """Return the place of so many bytes in the call's own memory, aligned to 64."""
+        place = At(0, self.size)
+        self.size += -(-size // 64) * 64
+        return place
 
     def add(self, kernel: CpuKernel, parts: int | At, fields: Sequence[int | At], *, joined: bool = False) -> None:
         """Add a kernel, see `run_on_team`.
@@ -213,6 +203,7 @@ class Stages:
         self._fields.extend(other._fields[_BEGINNING:])
         self._fields[2] += other._fields[2] - 1
         self._threads, self._sequence = max(self._threads, other._threads), 0
+        self.size = max(self.size, other.size)  # they use the same memory in turn
 
     def _add_to_sequence(self, member: Sequence[int | At]) -> None:
         """Add a kernel of one part, its address and number of fields first, to the last sequence or to a new one."""

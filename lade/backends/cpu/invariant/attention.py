@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lade.backends.cpu.kernels import (
     CALLED,
+    DTYPE_CODES,
     WIDEST,
     address_of,
     dtype_code,
@@ -27,11 +28,8 @@ from lade.backends.cpu.kernels import (
     refuse,
     run_on_team,
 )
-from lade.model.inputs import INVARIANT_ATTENTION
+from lade.model.inputs import INVARIANT_ATTENTION as NAME
 
-NAME = INVARIANT_ATTENTION
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-_OUT = {torch.bfloat16: torch.bfloat16}
 _QUAD, _CHUNK = 4, 64  # queries that pass through the keys together, and keys converted to float32 at a time
 _ROWS = 64  # queries that share the converted keys and values
 _SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
@@ -57,8 +55,7 @@ class PlacedMask(torch.Tensor):
     @cached_property
     def allowed(self) -> torch.Tensor:
         """`[B, S, K]` bool as an ordinary tensor, contiguous along the keys."""
-        allowed = self.as_subclass(torch.Tensor)[:, 0]
-        return allowed if allowed.stride(-1) == 1 else allowed.contiguous()
+        return _with_rows(self.as_subclass(torch.Tensor)[:, 0])
 
     @cached_property
     def spans(self) -> torch.Tensor:
@@ -94,14 +91,13 @@ class PlacedMask(torch.Tensor):
 
 
 def placed_mask(
+    *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
-    q_offset: int = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: Any,  # the others of `sdpa_mask`
 ) -> PlacedMask:
     """Return the mask of an ordinary pass, as transformers' mask interface asks for it.
 
@@ -110,9 +106,7 @@ def placed_mask(
     make: Callable[..., Any] = sdpa_mask
     allowed: torch.Tensor = make(
         batch_size=batch_size,
-        q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
         kv_offset=kv_offset,
         attention_mask=attention_mask,
         device=device,
@@ -154,10 +148,12 @@ def invariant_attention(
         raise ValueError(f"{NAME!r} has no gradients: call the model under torch.no_grad()")
     if query.device.type != "cpu":
         raise ValueError(f"{NAME!r} was given states on {query.device}, but is for the CPU: call lade.variant(model)")
-    if query.dtype not in DTYPES:
+    if query.dtype not in DTYPE_CODES:
         raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
     if attention_mask is None:
-        attention_mask = mask_of_all(len(query), query.shape[2], key.shape[2], causal=_is_causal(module, kwargs))
+        given = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        attention_mask = mask_of_all(len(query), query.shape[2], key.shape[2], causal=causal)
     if not isinstance(attention_mask, PlacedMask):
         raise ValueError(
             f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
@@ -165,11 +161,6 @@ def invariant_attention(
         )
     scale = max(query.shape[-1], 1) ** -0.5 if scaling is None else scaling
     return attention_of(query, key, value, attention_mask, scale, softcap, s_aux).to(query.dtype), None
-
-
-def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    is_causal = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def mask_of_all(rows: int, step: int, slots: int, *, causal: bool) -> PlacedMask:
@@ -201,7 +192,8 @@ def attention_of(
     _, kv_heads, keys, value_size = value.shape
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty(rows, step, heads, value_size, dtype=_OUT.get(query.dtype, torch.float32), device="cpu")
+    dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+    out = torch.empty(rows, step, heads, value_size, dtype=dtype, device="cpu")
     if not out.numel():
         return out
     group = heads // kv_heads
@@ -264,7 +256,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: to
 
 
 def _with_rows(states: torch.Tensor) -> torch.Tensor:
-    """Return states that are contiguous along the last dimension."""
+    """Return the same numbers, contiguous along the last dimension."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 

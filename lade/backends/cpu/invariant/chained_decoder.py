@@ -37,15 +37,14 @@ from lade.backends.cpu.invariant.fused import (
     seeded,
 )
 from lade.backends.cpu.invariant.layer_stages import (
-    HEAD_NORMS,
-    StagePlaces,
     add_layer,
     add_projections,
+    head_norms_of,
     layers_behind,
     norms_of,
     projections_of,
 )
-from lade.backends.cpu.kernels import At, Room, Stages, address_of, dtype_code, float_bits, kernel, parts_of
+from lade.backends.cpu.kernels import At, Stages, address_of, dtype_code, float_bits, kernel, parts_of
 from lade.model.cache_layers import TreeLayer
 from lade.model.facts import CACHE, SURVEYED
 from lade.model.kv_cache import TreeCache
@@ -58,11 +57,10 @@ MOST_SHAPES = 64
 """Shapes of passes whose calls are kept, some 0.1 MB each for 30 layers."""
 
 # Indices among the numbers that a call is given. Those of all layers:
-_MEMORY, _X, _OUTS, _COS, _SIN, _SCRATCH, _ROOM, _ROW, _HEAD, _STEP, _FIRST = range(11)
+_X, _OUTS, _COS, _SIN, _SCRATCH, _ROOM, _ROW, _HEAD, _STEP, _FIRST = range(1, 11)
 _MASK, _BLOCK, _BLOCKS, _SLOTS, _PARTS, _SHARED = 11, 15, 16, 17, 18, 19
-# Those of each layer: its cache, then its weights.
-_KEYS, _VALUES, _WEIGHTS, _OWN = 0, 1, 2, 22
-_NORMS, _PROJECTIONS, _NORMS_BEHIND, _BEHIND = 2, 5, 11, 14
+# Those of each layer: its cache, then its weights before attention and behind it.
+_KEYS, _VALUES, _WEIGHTS, _BEHIND, _OWN = 0, 1, 2, 11, 22
 
 
 class _Made(NamedTuple):
@@ -81,7 +79,7 @@ class _Run:
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers = layers
         self._shapes = list(map(_shape_of, layers))
-        self._known: dict[tuple[int, ...], tuple[Stages, int]] = {}
+        self._known: dict[tuple[int, ...], Stages] = {}
         self._storages: list[Any] = []  # of weights
         self._addresses, self._numbers = list[int](), array("q")
 
@@ -106,8 +104,8 @@ class _Run:
         group = projections_of(attention)[0].out_features // (heads * size)
         split = AttentionSplit.of(batch, heads, group, step, size, size, first + step)
         (cos, sin), scratch, (row, head, each, _) = positions, split.scratch(), keys.stride()
-        stages, room = self._stages(batch, step, cos.shape[0] * step)
-        memory = torch.empty(room, dtype=torch.int8, device="cpu")
+        stages = self._stages(batch, step, cos.shape[0] * step)
+        memory = torch.empty(stages.size, dtype=torch.int8, device="cpu")
         shared = (
             *(memory.data_ptr(), x.data_ptr(), outs.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             *(scratch.data_ptr(), split.room),
@@ -170,67 +168,62 @@ class _Run:
         self._addresses = [each.data_ptr() for each in storages.values()]
         self._storages = list(storages.values())
 
-    def _stages(self, batch: int, step: int, turns: int) -> tuple[Stages, int]:
-        """Return the stages of a pass over `[B, S]` tokens, and the bytes of memory that they need."""
+    def _stages(self, batch: int, step: int, turns: int) -> Stages:
+        """Return the stages of a pass over `[B, S]` tokens."""
         key = batch, step, turns, torch.get_num_threads()
         if key not in self._known:
             if len(self._known) == MOST_SHAPES:
                 self._known.pop(next(iter(self._known)), None)
-            stages, most, known = Stages(), 0, dict[Any, tuple[int, Stages]]()
+            stages, known = Stages(), dict[Any, tuple[int, Stages]]()
+            linear = projections_of(self.layers[0].self_attn)[0]
+            size = batch * step * linear.in_features * linear.dtype.itemsize
             for number, (layer, shape) in enumerate(zip(self.layers, self._shapes, strict=True)):
-                size, room = _bytes_of(layer, batch * step), Room(_MEMORY)  # layers use the same memory in turn
-                if number == 0 or shape not in known:
+                kind = number > 0, shape
+                if kind not in known:
                     own, of_layer = _SHARED + _OWN * number, Stages()
                     x = At(_OUTS, (number - 1) * size) if number else At(_X)
-                    _add(of_layer, room, (batch, step, turns), layer, own, x, At(_OUTS, number * size))
-                    most = max(most, room.size)
-                    if number:
-                        known[shape] = number, of_layer
-                first, of_layer = known[shape] if number else (0, of_layer)
+                    _add(of_layer, (batch, step, turns), layer, own, x, At(_OUTS, number * size))
+                    known[kind] = number, of_layer
+                first, of_layer = known[kind]
                 stages.extend(of_layer, _OWN * (number - first), _SHARED, {_OUTS: (number - first) * size})
-            self._known[key] = stages, most
+            self._known[key] = stages
         return self._known[key]
 
 
 def _shape_of(layer: Any) -> Any:
     """Return what the stages of a layer are made of, but for the number of rows and its place among the others."""
-    stages, room = Stages(), Room(_MEMORY)
-    _add(stages, room, (1, 2, 2), layer, _SHARED, At(_X), At(_OUTS))
+    stages = Stages()
+    _add(stages, (1, 2, 2), layer, _SHARED, At(_X), At(_OUTS))
     return stages.described
-
-
-def _bytes_of(layer: Any, rows: int) -> int:
-    first = projections_of(layer.self_attn)[0]
-    return int(rows * first.in_features * first.dtype.itemsize)
 
 
 def _weights_of(layer: Any) -> list[torch.Tensor | None]:
     """Return the weights of a layer in the order of their addresses."""
     attention, (before, *behind) = layer.self_attn, norms_of(layer)
-    norms = [before, *(attention._modules.get(name) for name in HEAD_NORMS), *behind]
-    of_norms = [None if norm is None else norm._parameters["weight"] for norm in norms]
-    pairs = []
-    for linear in (*projections_of(attention), *layers_behind(layer)):
-        linear.follow_parameters()
-        pairs += [linear._panel_weight.panels, linear._parameters["bias"]]
-    return [*of_norms[:3], *pairs[:6], *of_norms[3:], *pairs[6:]]
+    found = list[torch.Tensor | None]()
+    first = [before, *head_norms_of(attention)], projections_of(attention)
+    for norms, layers in (first, (behind, layers_behind(layer))):
+        found += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        for linear in layers:
+            linear.follow_parameters()
+            found += [linear._panel_weight.panels, linear._parameters["bias"]]
+    return found
 
 
-def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, own: int, x: At, out: At) -> None:
+def _add(stages: Stages, tokens: tuple[int, int, int], layer: Any, own: int, x: At, out: At) -> None:
     """Add the stages of a layer; `own` is the index of the first of its numbers."""
     (batch, step, turns), attention = tokens, layer.self_attn
     linear, size, rows = projections_of(attention), attention.head_dim, batch * step
     kind, item = dtype_code(linear[0].dtype), linear[0].dtype.itemsize
-    states = [room.take(rows * each.out_features * item) for each in linear]
+    states = [stages.take(rows * each.out_features * item) for each in linear]
     heads, kv_heads, _ = (each.out_features // size for each in linear)
-    norms = [At(own + _NORMS + each) for each in range(3)]
-    places = StagePlaces(x, (At(_COS), At(_SIN)), norms, own + _PROJECTIONS, states)
-    add_projections(stages, room, rows, turns, attention, norms_of(layer)[0], places)
+    positions = At(_COS), At(_SIN)
+    add_projections(stages, rows, turns, attention, norms_of(layer)[0], x, positions, states, own + _WEIGHTS)
     query, key, value = states
     strides, buffers = [At(_ROW), At(_HEAD), At(_STEP)], [At(own + _KEYS), At(own + _VALUES)]
     stored = key, value, *buffers, *strides, At(_FIRST), batch, step, kv_heads, size * item  # NewStates
     stages.add(kernel("store_states"), parts_of(rows * kv_heads * size), stored)
-    attended, softcap = room.take(rows * heads * size * item), getattr(attention, "attn_logit_softcapping", None)
+    attended, softcap = stages.take(rows * heads * size * item), getattr(attention, "attn_logit_softcapping", None)
     fields = (  # an AttentionCall, see cpu_attention.h
         *(At(_SCRATCH), At(_ROOM), float_bits(attention.scaling), float_bits(softcap or 0.0)),
         *(query, *(item * each for each in (step * heads * size, size, heads * size)), kind),
@@ -240,8 +233,7 @@ def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, o
         *(batch, kv_heads, heads // kv_heads, step, size, size, At(_BLOCK), At(_BLOCKS), At(_SLOTS)),
     )
     stages.add(kernel("attend"), At(_PARTS), fields)
-    behind = [At(own + _NORMS_BEHIND + each) for each in range(3)]
-    add_layer(stages, room, rows, layer, x, attended, behind, own + _BEHIND, out)
+    add_layer(stages, rows, layer, x, attended, own + _BEHIND, out)
 
 
 class _Stack:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from transformers import activations
 
 from lade.backends.cpu.kernels import (
     CALLED,
+    DTYPE_CODES,
     WIDEST,
     dtype_code,
     float_bits,
@@ -38,10 +37,9 @@ from lade.backends.cpu.kernels import (
 )
 from lade.model.module_changes import Changed, change, own_class
 
-Function = Callable[[torch.Tensor], torch.Tensor]
 AT_A_TIME = 2**17
 """Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
-_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+_OF_ERF = (nn.GELU, activations.GELUActivation)
 _OF_TANH = (
     nn.GELU,
     activations.PytorchGELUTanh,  # has this name in all versions
@@ -72,27 +70,19 @@ class InvariantActivation(Changed):
         if not takes(x):
             own: torch.Tensor = self.original.forward(self, x)
             return own
-        function = _function_of(self.original, self)
-        assert function is not None
-        return function(x)
+        coefficients = _coefficients_of(self.original, self)
+        return gelu(x) if coefficients is None else times_logistic(x, *coefficients)
 
 
 def replace_activations(model: nn.Module) -> None:
     """Replace the activations of a model by invariant ones, in place."""
     for layer in model.modules():
-        if _function_of(type(layer), layer) is not None:
+        if type(layer) in _OF_ERF or _coefficients_of(type(layer), layer) is not None:
             change(layer, InvariantActivation)
 
 
-def _function_of(kind: Any, layer: Any) -> Function | None:
-    """Return the invariant function of an activation; None for modules that need no replacement."""
-    coefficients = _coefficients_of(kind, layer)
-    if coefficients is not None:
-        return partial(times_logistic, slope=coefficients.slope, cubic=coefficients.cubic)
-    return gelu if kind is activations.GELUActivation or kind is nn.GELU else None
-
-
 def _coefficients_of(kind: Any, layer: Any) -> Logistic | None:
+    """Return the coefficients of an activation that is or was of this class; None for any other module."""
     if kind in (nn.SiLU, activations.SiLUActivation):
         return SILU
     if kind is activations.QuickGELUActivation:
@@ -116,7 +106,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def takes(x: torch.Tensor) -> bool:
     """Return True if the kernel supports this tensor, and no gradients are needed."""
-    return is_plain(x) and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
+    return is_plain(x) and x.dtype in DTYPE_CODES and not (torch.is_grad_enabled() and x.requires_grad)
 
 
 def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
@@ -146,16 +136,6 @@ _NAMES = ("variance_epsilon", "eps")
 _NORM_DTYPES = (torch.bfloat16, torch.float32)
 
 
-class Formula(NamedTuple):
-    """Variant of an RMS norm."""
-
-    more: float  # added to the weights
-    rounded: bool  # whether the normalised row is rounded to the layer's dtype before the weights multiply it
-
-
-LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, False)
-
-
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernel supports these tensors, and no gradients are needed."""
     if not (is_plain(x) and is_plain(weight) and x.dtype == weight.dtype and x.dtype in _NORM_DTYPES):
@@ -165,25 +145,21 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return bool(fits) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
-def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
+def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: type[InvariantNorm]) -> torch.Tensor:
     """Divide rows by their root mean square and multiply by the weights, in float32; see `_takes`."""
     x = x.contiguous()
     found, numbers = torch.empty_like(x), x.numel()
-    sizes = _sizes(weight.numel(), numbers // weight.numel(), epsilon, formula)
+    sizes = kind.fields(weight.numel(), numbers // weight.numel(), epsilon)
     fields = x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype), *sizes
     run_on_team(kernel("normalise"), fields, parts_of(numbers // CALLED))
     return found
 
 
-def _sizes(columns: int, rows: int, epsilon: float, formula: Formula) -> tuple[int, ...]:
-    """Return the fields of a `Norm` behind addresses and dtype, see cpu_norms.h."""
-    return columns, rows, float_bits(epsilon), float_bits(formula.more), int(formula.rounded)
-
-
 class InvariantNorm(Changed):
     """Mixin for the class of a norm."""
 
-    formula: Formula
+    more: float  # added to the weights
+    rounded: bool  # whether the normalised row is rounded to the layer's dtype before the weights multiply it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the norm; only the order in which squares are summed differs from the original."""
@@ -191,12 +167,12 @@ class InvariantNorm(Changed):
         if not _takes(x, weight):
             own: torch.Tensor = self.original.forward(self, x)
             return own
-        return _normalised(x, weight, epsilon_of(self), self.formula)
+        return _normalised(x, weight, epsilon_of(self), type(self))
 
-    def fields(self, rows: int) -> tuple[int, ...]:
-        """Return the fields of the kernel for so many rows, behind addresses and dtype."""
-        weight: Any = self._parameters["weight"]
-        return _sizes(weight.numel(), rows, epsilon_of(self), self.formula)
+    @classmethod
+    def fields(cls, columns: int, rows: int, epsilon: float) -> tuple[int, ...]:
+        """Return the fields of a `Norm` behind addresses and dtype, see cpu_norms.h."""
+        return columns, rows, float_bits(epsilon), float_bits(cls.more), int(cls.rounded)
 
     def fuses(self, dtype: torch.dtype, columns: int) -> bool:
         """Return True if the kernel takes rows of this dtype and size in place."""
@@ -207,19 +183,19 @@ class InvariantNorm(Changed):
 class AsLlama(InvariantNorm):
     """Rounds the normalised row, then multiplies by the weights."""
 
-    formula = LLAMA
+    more, rounded = 0.0, True
 
 
 class AsWhole(InvariantNorm):
     """Multiplies by the weights, then rounds once."""
 
-    formula = WHOLE
+    more, rounded = 0.0, False
 
 
 class AsGemma(InvariantNorm):
     """Multiplies by one plus the weights, then rounds once."""
 
-    formula = GEMMA
+    more, rounded = 1.0, False
 
 
 def replace_norms(model: nn.Module) -> None:
@@ -250,7 +226,7 @@ def _equal_elements(kind: type[InvariantNorm], layer: nn.Module, weight: torch.T
     x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     x = (x * torch.logspace(-2, 2, _ROWS, dtype=torch.float32, device="cpu")[:, None]).to(weight.dtype)
     expected = functional_call(layer, {"weight": weight}, (x,))
-    found = _normalised(x, weight, epsilon_of(layer), kind.formula)
+    found = _normalised(x, weight, epsilon_of(layer), kind)
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return 0
     error = 4 * torch.finfo(found.dtype).eps

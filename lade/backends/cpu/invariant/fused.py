@@ -21,29 +21,29 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers import DynamicCache
 
-from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
 from lade.backends.cpu.invariant.functions import InvariantNorm, epsilon_of, logistic_of
 from lade.backends.cpu.invariant.layer_stages import (
     GATED,
-    HEAD_NORMS,
     LAYER_NORMS,
     PROJECTED,
-    StagePlaces,
     add_block,
     add_layer,
     add_projections,
+    head_norms_of,
     layers_behind,
     layers_of,
     norms_of,
     projections_of,
 )
-from lade.backends.cpu.kernels import WIDEST, At, Room, Stages, is_plain
+from lade.backends.cpu.kernels import WIDEST, At, Stages, is_plain
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.weight import PREPARED_ROWS, TILE_PANEL
 from lade.model.facts import CACHE, CACHE_NAMES
+from lade.model.inputs import INVARIANT_ATTENTION
 from lade.model.module_changes import Changed, change
 
 _KINDS = (PackedLinear, Int8Linear, Int4Linear, GgufLinear)
@@ -52,7 +52,7 @@ ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
 FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
 _TRIAL = (2, 5)  # rows and tokens
 _LAYERS = [{"self_attn", "mlp", *filter(None, names)} for names in LAYER_NORMS]  # children of a decoder layer
-_MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
+_X, _OUT, _MORE = 1, 2, 3  # indices among the addresses of a call
 
 
 class Survey:
@@ -89,22 +89,22 @@ class _Calls:
     """Prepared calls of a module; copies start empty."""
 
     def __init__(self) -> None:
-        # Stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
-        self.known: dict[tuple[Any, ...], tuple[Stages, int]] = {}
+        # Stages by rows, threads and what else they depend on; shared by modules of one shape.
+        self.known: dict[tuple[Any, ...], Stages] = {}
         self.survey: Survey | None = None  # what stages were prepared for; None if not yet, or if there are none
 
     def __reduce__(self) -> Any:
         return _Calls, ()
 
-    def of(self, add_stages: Any, *key: int, given: tuple[Any, ...]) -> tuple[Stages, int]:
-        """Return the stages of a call, and the bytes of memory that they need; the key begins with its rows."""
+    def of(self, add_stages: Any, *key: int, given: tuple[Any, ...]) -> Stages:
+        """Return the stages of a call; the key begins with its rows."""
         whole = add_stages, *key, torch.get_num_threads()
-        prepared = self.known.get(whole)
-        if prepared is None:
-            stages, room = Stages(), Room(_MEMORY)
-            add_stages(stages, room, *key, *given)
-            prepared = self.known[whole] = stages, room.size
-        return prepared
+        stages = self.known.get(whole)
+        if stages is None:
+            stages = Stages()
+            add_stages(stages, *key, *given)
+            self.known[whole] = stages
+        return stages
 
 
 class _Ahead(local):
@@ -145,7 +145,7 @@ class GatedBlock(Fused):
         layers = layers_of(self, GATED)
         x = _checked(layers, x)
         out = x.new_empty(*x.shape[:-1], layers[2].out_features)
-        _run(*self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
+        _run(self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], [], layers)
         return out
 
 
@@ -174,7 +174,7 @@ class FusedProjections(Fused):
 
 def fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
     """Return True if one call may give the projections of these rows."""
-    if not few_rows(x) or attention.training or attention.config._attn_implementation != ATTENTION:
+    if not few_rows(x) or attention.training or attention.config._attn_implementation != INVARIANT_ATTENTION:
         return False
     same = getattr(attention._modules["q_proj"], "dtype", None) == x.dtype  # autocast might cast them
     return same and _turns(positions, x, attention.head_dim)
@@ -185,17 +185,15 @@ def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, n
     (batch, step, _), layers, (cos, sin) = x.shape, projections_of(attention), positions
     x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
     states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
-    norms = [norm, *(attention._modules.get(name) for name in HEAD_NORMS)]
-    weights = [0 if each is None else each.weight.data_ptr() for each in norms]
-    more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
-    _run(*calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
+    more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states)]
+    prepared = calls.of(_add_projections, rows, turns, given=(attention, norm))
+    _run(prepared, x, x, more, [norm, *head_norms_of(attention)], layers)
     return states
 
 
-def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
-    more = [At(_MORE + each) for each in range(8)]
-    places = StagePlaces(At(_X), more[:2], more[5:], _MORE + 8, more[2:5])
-    add_projections(stages, room, rows, turns, attention, norm, places)
+def _add_projections(stages: Stages, rows: int, turns: int, attention: Any, norm: Any) -> None:
+    cos, sin, *states = (At(_MORE + each) for each in range(5))
+    add_projections(stages, rows, turns, attention, norm, At(_X), (cos, sin), states, _MORE + 5)
 
 
 def _attended(
@@ -231,20 +229,21 @@ class FusedLayer(Fused):
         for each in layers:
             each.follow_parameters()
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        more = [found.data_ptr(), *(0 if norm is None else norm.weight.data_ptr() for norm in norms)]
-        _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
+        _run(self._calls.of(_add_layer, rows, given=(self,)), x, out, [found.data_ptr()], norms, layers)
         return out
 
 
-def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
-    attended, *norms = (At(_MORE + each) for each in range(4))
-    add_layer(stages, room, rows, layer, At(_X), attended, norms, _MORE + 4, At(_OUT))
+def _add_layer(stages: Stages, rows: int, layer: Any) -> None:
+    add_layer(stages, rows, layer, At(_X), At(_MORE), _MORE + 1, At(_OUT))
 
 
-def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
-    """Run the stages of a call; the addresses of its layers' weights come last."""
-    memory = torch.empty(size, dtype=torch.int8, device="cpu")
-    addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more]
+def _run(
+    stages: Stages, x: torch.Tensor, out: torch.Tensor, more: list[int], norms: Iterable[Any], layers: Iterable[Any]
+) -> None:
+    """Run the stages of a call; the addresses of its norms' and layers' weights come last."""
+    memory = torch.empty(stages.size, dtype=torch.int8, device="cpu")
+    of_norms = [0 if norm is None else norm.weight.data_ptr() for norm in norms]
+    addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more, *of_norms]
     for each in layers:
         addresses += each._panel_weight.addresses(each._parameters["bias"])
     stages.run(addresses)
@@ -285,15 +284,15 @@ def fuse(model: nn.Module) -> None:
 
 def _shape_of(module: Any) -> Any:
     """Return what the stages of a module are made of but for the number of rows: those of two rows."""
-    stages, room = Stages(), Room(_MEMORY)
+    stages = Stages()
     if isinstance(module, GatedBlock):
-        add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
+        add_block(stages, 2, module, At(_X), At(_OUT), _MORE)
     else:
         attention = getattr(module, "self_attn", module)
         before = norms_of(module)[0] if isinstance(module, FusedLayer) else None
-        _add_projections(stages, room, 2, 2, attention, before)
+        _add_projections(stages, 2, 2, attention, before)
     if isinstance(module, FusedLayer):
-        _add_layer(stages, room, 2, module)
+        _add_layer(stages, 2, module)
     return type(module), stages.described
 
 
@@ -310,27 +309,20 @@ def _fixed(norm: Any) -> Any:
     return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, epsilon_of(norm)
 
 
-def _is_free(layer: Any) -> bool:
-    """Return True if nobody but the module that a layer is in would notice that it is not called."""
-    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
-
-
 def _are_in_panels(layers: Any) -> bool:
-    """Return True if layers are packed, have panels of one kind, and may be passed by."""
+    """Return True if layers are packed, and have panels of one kind."""
     first = layers[0]
-    kind, dtype = type(first), first.dtype if type(first) in _KINDS else None
-    for each in layers:
-        if type(each) is not kind or dtype not in _DTYPES or each.dtype != dtype or not _is_free(each):
-            return False
-        if each._panel_weight is None or each.panel == TILE_PANEL:
-            return False
-    return True
+    if type(first) not in _KINDS or first.dtype not in _DTYPES:
+        return False
+    if any(type(each) is not type(first) or each.dtype != first.dtype for each in layers):
+        return False
+    return all(each._panel_weight is not None and each.panel != TILE_PANEL for each in layers)
 
 
 def _is_gated(block: Any) -> bool:
-    """Return True if one call gives what the layers of a block do."""
+    """Return True if one call gives what the layers of a block do, as long as they are free of hooks."""
     layers, activation = layers_of(block, GATED), block._modules["act_fn"]
-    if not _are_in_panels(layers) or not _is_free(activation) or logistic_of(activation) is None:
+    if not _are_in_panels(layers) or logistic_of(activation) is None:
         return False
     gate, up, down = layers
     same: bool = gate.in_features == up.in_features and gate.out_features == up.out_features == down.in_features
@@ -344,12 +336,11 @@ def _is_projected(attention: Any) -> bool:
         return False
     if any(each.out_features % size or each.in_features != layers[0].in_features for each in layers):
         return False
-    norms = [attention._modules.get(name) for name in HEAD_NORMS]
-    return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in norms)
+    return _are_fusing(head_norms_of(attention), layers[0].dtype, size)
 
 
-def _is_norm(norm: Any, dtype: torch.dtype, columns: int) -> bool:
-    return isinstance(norm, InvariantNorm) and _is_free(norm) and norm.fuses(dtype, columns)
+def _are_fusing(norms: Any, dtype: torch.dtype, columns: int) -> bool:
+    return all(norm is None or (isinstance(norm, InvariantNorm) and norm.fuses(dtype, columns)) for norm in norms)
 
 
 def _is_layer(layer: Any) -> bool:
@@ -357,15 +348,13 @@ def _is_layer(layer: Any) -> bool:
     attention, block = layers_of(layer, ("self_attn", "mlp"))
     if not (isinstance(attention, FusedProjections) and isinstance(block, GatedBlock)):
         return False
-    if not (_is_free(attention) and _is_free(block) and _is_projected(attention) and _is_gated(block)):
-        return False
-    if not _are_in_panels(layers_behind(layer)):
+    if not (_is_projected(attention) and _is_gated(block) and _are_in_panels(layers_behind(layer))):
         return False
     first, last = layers_of(attention, ("q_proj", "o_proj"))
     width, dtype = first.in_features, first.dtype
     if not width == last.out_features == block.gate_proj.in_features == block.down_proj.out_features:
         return False
-    return all(norm is None or _is_norm(norm, dtype, width) for norm in norms_of(layer))
+    return _are_fusing(norms_of(layer), dtype, width)
 
 
 def _takes_arguments(module: nn.Module) -> bool:
@@ -390,45 +379,33 @@ def _turns(positions: Any, x: torch.Tensor, size: int) -> bool:
 
 def _change(module: Any, mixed_in: type[Fused]) -> None:
     """Mix a class into a module's class if a trial finds the same bits."""
+    if not Survey(module).is_free():
+        return
     change(module, mixed_in)
     module._calls = _Calls()
     if not _is_same(module):
         module.__class__ = module.original
 
 
-class _Cache:
-    """Stands in for a cache in a trial, and notes what it is given."""
-
-    def __init__(self) -> None:
-        self.given: tuple[Any, ...] = ()
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given = key, value, layer_idx
-        return key, value
-
-
 def _is_same(module: Any) -> bool:
     """Return True if a module's own forward has the same results, and gives its cache the same, bit for bit."""
     first: Any = next(each for each in module.modules() if isinstance(each, PackedLinear))
-    given, caches = dict[str, Any](), (_Cache(), _Cache())
+    given = dict[str, Any]()
     if not isinstance(module, GatedBlock):
         size = getattr(module, "self_attn", module).head_dim
         turns = seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind()
         given = {"position_embeddings": turns, "attention_mask": None}
-    x, seen = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
-    for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
+    x, seen, kinds = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any](), set[Any]()
+    for forward in (module.original.forward.__get__(module), module):
+        cache: Any = DynamicCache()
         try:
             found = forward(x, **given, **({CACHE: cache} if given else {}))
         except RuntimeError:
             return False  # it turns a part of each head, and takes cosines and sines of that size alone
-        seen.append([found[0] if isinstance(found, tuple) else found, type(found), *cache.given])
-    return len(seen[0]) == len(seen[1]) and all(map(_are_equal, *seen))
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        cached = [state for each in cache.layers if each.is_initialized for state in (each.keys, each.values)]
+        seen.append([found[0] if isinstance(found, tuple) else found, *cached])
+        kinds.add((type(found), len(cache.layers), len(cached)))
+    return len(kinds) == 1 and all(map(torch.equal, *seen))
 
 
 def seeded(*shape: int, dtype: torch.dtype) -> torch.Tensor:

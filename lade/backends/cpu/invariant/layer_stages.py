@@ -11,10 +11,10 @@ What is rounded to the model's dtype is rounded after the same operations as in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from lade.backends.cpu.invariant.functions import logistic_of
-from lade.backends.cpu.kernels import At, Room, Stages, dtype_code, float_bits, kernel, parts_of
+from lade.backends.cpu.invariant.functions import epsilon_of, logistic_of
+from lade.backends.cpu.kernels import At, Stages, dtype_code, float_bits, kernel, parts_of
 
 GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -36,6 +36,12 @@ def projections_of(attention: Any) -> Any:
     return layers_of(attention, PROJECTED)
 
 
+def head_norms_of(attention: Any) -> Any:
+    """Return the norms of queries and keys; None for one that attention lacks."""
+    modules = attention._modules
+    return [modules.get(name) for name in HEAD_NORMS]
+
+
 def norms_of(layer: Any) -> Any:
     """Return the four norms of a decoder layer, see `LAYER_NORMS`; None for one that it lacks."""
     modules = layer._modules
@@ -48,84 +54,83 @@ def layers_behind(layer: Any) -> list[Any]:
     return [layer._modules["self_attn"]._modules["o_proj"], *layers_of(layer._modules["mlp"], GATED)]
 
 
-class StagePlaces(NamedTuple):
-    """Where the projections of attention have what they need."""
-
-    x: At  # rows [B, S, in]
-    turns: Sequence[At]  # cosines and sines
-    norms: Sequence[At]  # weights of the norm before them, and of those of queries and keys; not read if there is none
-    own: int  # index of the first address of the layers' weights
-    states: Sequence[At]  # queries, keys and values to be, [B, S, heads, D]
-
-
 def add_projections(
-    stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any, places: StagePlaces
+    stages: Stages,
+    rows: int,  # all tokens of all texts
+    turns: int,  # rows of cosines and sines
+    attention: Any,
+    norm: Any,  # before the projections, or None
+    x: At,  # [rows, in]
+    positions: Sequence[At],  # cosines and sines, [turns, D]
+    states: Sequence[At],  # queries, keys and values to be, [rows, heads, D]
+    own: int,  # index of the first address: of three norms' weights, 0 for none, and of each layer's weight and bias
 ) -> None:
-    """Add the stages of the projections of attention, of a norm before them, or None, and of what turns them."""
-    x, (cos, sin), norm_weights, own, states = places
+    """Add the stages of the projections of attention, and of what turns them."""
     layers, size = projections_of(attention), attention.head_dim
     kind = dtype_code(layers[0].dtype)
     if norm is not None:
-        normed = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
-        _add_norm(stages, rows, norm, x, norm_weights[0], normed)
+        normed = stages.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
+        _add_norm(stages, rows, norm, x, own, normed)
         x = normed
-    blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
+    blocks = layers[0]._panel_weight.add_rows(stages, rows, x, kind)
     for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
-        layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind, joined=number > 0)
-    for name, layer, found, weight in zip(HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
-        heads, head_norm = layer.out_features // size, attention._modules.get(name)
+        layer._panel_weight.add_product(
+            stages, rows, blocks, own + 3 + 2 * number, found, kind, kind, joined=number > 0
+        )
+    for number, head_norm in enumerate(head_norms_of(attention)):
+        layer, found = layers[number], states[number]
+        heads = layer.out_features // size
         if head_norm is not None:
-            _add_norm(stages, rows * heads, head_norm, found, weight, found)
-        turn = found, cos, sin, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
+            _add_norm(stages, rows * heads, head_norm, found, own + 1 + number, found)
+        turn = found, *positions, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
         stages.add(kernel("rotate"), parts_of(rows * layer.out_features), turn)
 
 
-def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) -> None:
+def _add_norm(stages: Stages, rows: int, norm: Any, x: At, own: int, out: At) -> None:
     kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
-    stages.add(kernel("normalise"), parts_of(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
+    fields = x, At(own), out, kind, *norm.fields(columns, rows, epsilon_of(norm))
+    stages.add(kernel("normalise"), parts_of(rows * columns), fields)
 
 
-def add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At, own: int) -> None:
+def add_block(stages: Stages, rows: int, block: Any, x: At, out: At, own: int) -> None:
     """Add the stages of a gated block; `own` is the index of the first address of its weights."""
     (gate, up, down), logistic = layers_of(block, GATED), logistic_of(block.act_fn)
     assert logistic is not None
     numbers, kind = rows * up.out_features, dtype_code(gate.dtype)
-    of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
-    blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
+    of_gate, of_up, product = (stages.take(numbers * gate.dtype.itemsize) for _ in range(3))
+    blocks = gate._panel_weight.add_rows(stages, rows, x, kind)
     gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
     up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind, joined=True)
     slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
     stages.add(kernel("logistic_product"), parts_of(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
-    _add_linear(stages, room, rows, down, product, out, own + 4)
+    _add_linear(stages, rows, down, product, out, own + 4)
 
 
-def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: At, own: int) -> None:
+def _add_linear(stages: Stages, rows: int, layer: Any, x: At, out: At, own: int) -> None:
     kind = dtype_code(layer.dtype)
-    blocks = layer._panel_weight.add_rows(stages, room, rows, x, kind)
+    blocks = layer._panel_weight.add_rows(stages, rows, x, kind)
     layer._panel_weight.add_product(stages, rows, blocks, own, out, kind, kind)
 
 
 def add_layer(
     stages: Stages,
-    room: Room,  # memory of the call for what is in between
     rows: int,  # all tokens of all texts
     layer: Any,  # of one of the kinds in `LAYER_NORMS`
     x: At,  # its input, [rows, in]
     attended: At,  # the result of attention, [rows, H * D]
-    norm_weights: Sequence[At],  # weights of the last three of its norms; not read if there is none
-    own: int,  # index of the first address of its linear layers' weights
+    own: int,  # index of the first address: of three norms' weights, 0 for none, and of each layer's weight and bias
     out: At,  # its output to be, [rows, in]
 ) -> None:
     """Add the stages of a decoder layer behind attention."""
     output, (_, behind_attention, before_block, behind_block) = layer.self_attn.o_proj, norms_of(layer)
     kind, numbers = dtype_code(output.dtype), rows * output.out_features
-    of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
-    _add_linear(stages, room, rows, output, attended, of_attention, own)
+    of_attention, hidden, normed, of_block = (stages.take(numbers * output.dtype.itemsize) for _ in range(4))
+    _add_linear(stages, rows, output, attended, of_attention, own + 3)
     if behind_attention is not None:
-        _add_norm(stages, rows, behind_attention, of_attention, norm_weights[0], of_attention)
+        _add_norm(stages, rows, behind_attention, of_attention, own, of_attention)
     stages.add(kernel("add"), parts_of(numbers), (x, of_attention, hidden, kind, numbers))
-    _add_norm(stages, rows, before_block, hidden, norm_weights[1], normed)
-    add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
+    _add_norm(stages, rows, before_block, hidden, own + 1, normed)
+    add_block(stages, rows, layer.mlp, normed, of_block, own + 5)
     if behind_block is not None:
-        _add_norm(stages, rows, behind_block, of_block, norm_weights[2], of_block)
+        _add_norm(stages, rows, behind_block, of_block, own + 2, of_block)
     stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, out, kind, numbers))

@@ -26,7 +26,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.announcements import announced_if_slow
-from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
 from lade.backends.cpu.invariant.functions import replace_activations, replace_norms
 from lade.backends.cpu.invariant.fused import fuse
@@ -42,19 +41,19 @@ from lade.backends.cpu.invariant.trials import (
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import RowPadding, forget_padding, has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import ON_GPU, Invariance, changed_modules, invariance_of, set_invariance
-from lade.backends.cpu.kernels import kernel
+from lade.backends.cpu.kernels import DTYPE_CODES, kernel
 from lade.backends.trials.backend import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
+from lade.model.inputs import INVARIANT_ATTENTION
 from lade.model.module_changes import restore
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TEXTS = (5, 61, 190)
 """Lengths of the trial's texts; with the second one, the tree crosses a tile border."""
 BRIEF_TEXT = 61
@@ -105,14 +104,12 @@ def invariant(model: _Model) -> _Model:
     _check_model(model)
     variant(inner)
     with announced_if_slow(logger, f"trying passes of {type(inner).__name__} that are to be invariant"):
-        (_make_on_gpu if inner.device.type == "cuda" else _make_on_cpu)(inner)
+        if inner.device.type == "cpu":
+            _make_on_cpu(inner)
+        elif problem := ON_GPU.load().make_invariant(inner):
+            raise _refused(inner, problem)
     logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
     return model
-
-
-def _make_on_gpu(inner: PreTrainedModel) -> None:
-    if problem := ON_GPU.load().make_invariant(inner):
-        raise _refused(inner, problem)
 
 
 def _make_on_cpu(inner: PreTrainedModel) -> None:
@@ -178,8 +175,8 @@ def _replace_layers(
     model: PreTrainedModel, decoder: Any, known: Sequence[RowPadding | None], *, mixtures: bool
 ) -> Sequence[RowPadding | None]:
     """Replace layers and functions of a model by invariant ones, and return the paddings of its products."""
-    decoder.set_attn_implementation(ATTENTION)
-    if decoder_config(model)._attn_implementation != ATTENTION:
+    decoder.set_attn_implementation(INVARIANT_ATTENTION)
+    if decoder_config(model)._attn_implementation != INVARIANT_ATTENTION:
         raise _refused(model, "its attention cannot be replaced")
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
@@ -228,7 +225,7 @@ def _check_model(wrapped: Any) -> None:
         raise _refused(model, "it is in training mode", "call model.eval()")
     if hasattr(wrapped, "_orig_mod") or ModelFacts.of(model).compiled:
         raise _refused(model, "it is compiled, and compilers choose their own kernels")
-    if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPES:
+    if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPE_CODES:
         if reason := ON_GPU.load().invariant_refusal(model):
             raise _refused(model, reason)
         return
@@ -238,7 +235,7 @@ def _check_model(wrapped: Any) -> None:
         raise _refused(model, reason, 'load it with device_map="cpu", or use it unchanged')
     if any(type(weight.data).__module__.startswith("torch.distributed") for weight in model.parameters()):
         raise _refused(model, "its weights are sharded over processes", "load it whole")
-    if model.dtype not in DTYPES:
+    if model.dtype not in DTYPE_CODES:
         reason = f"it is in {dtype_name(model.dtype)}, not in bfloat16, float16 or float32"
         raise _refused(model, reason, "load it in one of these dtypes, or use it unchanged")
     if reason := _refusal_of_architecture(model):

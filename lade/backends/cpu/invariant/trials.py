@@ -136,8 +136,8 @@ class ModelTrial:
         cache = self._prefilled()
         logits = self._runner.forward([self._tree], [self._text], cache)[0]  # [S, V]
         plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(self._model, self._text)}
-        for path in self._prefixes():
-            if path:
+        for path in [whole[:depth] for whole in self._paths for depth in range(len(whole) + 1)]:
+            if path not in plain:
                 plain[path] = plain[path[:-1]].after(path[-1])
             if not torch.equal(plain[path].logits, logits[nodes_of(self._tree, path)[-1]]):
                 return self._first_module(path)
@@ -154,16 +154,12 @@ class ModelTrial:
             single = PlainDecoding(self._model, self._text)
         with recorded(self._model) as together:
             batched = PlainDecoding(self._model, self._text, rows=ROWS)
-        logits = ("prompt_logits", "logits")
-        if all(torch.equal(getattr(single, name), getattr(batched, name)) for name in logits):
+        same = torch.equal(single.prompt_logits, batched.prompt_logits)
+        if same and torch.equal(single.logits, batched.logits):
             return None
         tokens = len(self._text) - 1
         in_prompt = first_difference(alone, together, TokenIndex(1, tokens), TokenIndex(ROWS, tokens))
         return in_prompt or first_difference(alone, together, TokenIndex(1, 1), TokenIndex(ROWS, 1)) or NO_MODULE
-
-    def _prefixes(self) -> Sequence[tuple[int, ...]]:
-        found = [path[:depth] for path in self._paths for depth in range(len(path) + 1)]
-        return sorted(dict.fromkeys(found), key=len)
 
     def _prefilled(self) -> TreeCache:
         cache = self._runner.tree_cache()
@@ -255,8 +251,6 @@ def first_difference(alone: Outputs, together: Outputs, place: TokenIndex, place
 RECORDS = Records("invariant", "the verdict of invariance trials")
 _KNOWN_PACKAGES = ("torch", "transformers", "lade")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-Paddings = list[RowPadding | None]
-"""What trials of products found, in the order of the model's distinct products; None where no padding is enough."""
 
 
 def key_of(model: PreTrainedModel) -> dict[str, object] | None:
@@ -266,6 +260,9 @@ def key_of(model: PreTrainedModel) -> dict[str, object] | None:
         if not _is_known(module):
             return None
         structure.update(repr((name, *kind_of(module))).encode())
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # of the checkpoint
+        config.pop(name, None)
     return {
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -275,7 +272,7 @@ def key_of(model: PreTrainedModel) -> dict[str, object] | None:
         "model": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "structure": structure.hexdigest(),
-        "config": hashlib.sha256(json.dumps(_settings(model), sort_keys=True, default=str).encode()).hexdigest(),
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
         "lade": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -285,15 +282,20 @@ def key_of(model: PreTrainedModel) -> dict[str, object] | None:
 def kind_of(module: nn.Module) -> tuple[object, ...]:
     """Return what tells a module's computation from that of others, without its children and its weights' values."""
     kind = type(module)
+    settings = [
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | torch.dtype) and name not in ("training", "layer_idx")
+    ]
     weights = [
         (name, type(weight.data).__name__, tuple(weight.shape), weight.stride(), str(weight.dtype))
         for name, weight in (*module._parameters.items(), *module._buffers.items())
         if weight is not None and weight.layout is torch.strided
     ]
-    return f"{kind.__module__}.{kind.__qualname__}", *sorted(_scalars(vars(module))), *weights
+    return f"{kind.__module__}.{kind.__qualname__}", *sorted(settings), *weights
 
 
-def kept_paddings(key: Mapping[str, object]) -> Paddings | None:
+def kept_paddings(key: Mapping[str, object]) -> list[RowPadding | None] | None:
     """Return what trials found under a key; None if none were kept."""
     return RECORDS.load(key, lambda record: [each and RowPadding(*each) for each in record["paddings"]])
 
@@ -306,19 +308,6 @@ def keep_paddings(key: Mapping[str, object], paddings: Sequence[RowPadding | Non
 def _is_known(module: Any) -> bool:
     known = type(module).__module__.partition(".")[0] in _KNOWN_PACKAGES and "forward" not in vars(module)
     return known and not any(vars(module).get(name) for name in _HOOKS)
-
-
-def _scalars(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield attributes that may be settings; the index of a layer is none."""
-    for name, value in state.items():
-        if isinstance(value, bool | int | float | str | torch.dtype) and name not in ("training", "layer_idx"):
-            yield name, repr(value)
-
-
-def _settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the configuration without what names the checkpoint."""
-    settings: dict[str, Any] = model.config.to_dict()
-    return {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
 
 
 @cache

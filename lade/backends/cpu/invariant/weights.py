@@ -17,7 +17,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -108,11 +108,6 @@ def call_padded(layer: Layer, x: torch.Tensor, padding: RowPadding) -> Any:
 def pad_rows(layer: nn.Module, padding: RowPadding) -> None:
     """Pad the rows of a layer from now on."""
     change(layer, PaddedRows)
-    note_padding(layer, padding)
-
-
-def note_padding(layer: nn.Module, padding: RowPadding) -> None:
-    """Record the padding of a layer."""
     layer.__dict__[_PADDING] = padding
 
 
@@ -201,10 +196,6 @@ class RowProduct:
     dtype: torch.dtype  # of the inputs
     kind: Hashable  # equal for products computed by the same kernels
 
-    def padding(self) -> RowPadding | None:
-        """Return the padding that the product needs, see `padding_for`."""
-        return padding_for(self.layer, self.features, self.dtype)
-
 
 def pad_all(model: PreTrainedModel, known: Sequence[RowPadding | None]) -> Sequence[RowPadding | None]:
     """Pad the rows of every layer of a model, in place, after a trial of each distinct shape and dtype.
@@ -226,8 +217,8 @@ def pad_all(model: PreTrainedModel, known: Sequence[RowPadding | None]) -> Seque
         if not products:
             continue
         paddings = [padding_of_kind[product.kind] for product in products]
-        more = _is_router(layer) or (_is_mixture(layer) and has_own_gate(layer))
-        padding = _joined([*paddings, VECTORS] if more else paddings)
+        has_own_gate = _is_mixture(layer) and type(layer)._apply_gate is not _default_apply_gate
+        padding = _joined([*paddings, VECTORS] if has_own_gate or _is_router(layer) else paddings)
         if padding is None:
             what = f"layer {name!r} ({type(layer).__name__} in {dtype_name(products[0].dtype)})"
             raise UnsupportedModelError(
@@ -235,17 +226,15 @@ def pad_all(model: PreTrainedModel, known: Sequence[RowPadding | None]) -> Seque
                 "use the model unchanged, or in another dtype",
             )
         if _is_mixture(layer):
-            note_padding(layer, padding)
+            layer.__dict__[_PADDING] = padding  # for `invariant_experts`
         elif padding != NO_PADDING or not _is_in_panels(layer):  # panels' products lay rows out themselves
             pad_rows(layer, padding)
     return known
 
 
 def _padding_of_trial(layer: nn.Module, product: RowProduct) -> RowPadding | None:
-    if _is_in_panels(layer):
-        return product.padding()  # on panels of its own
-    with _weights_of_trial(layer):
-        return product.padding()
+    with nullcontext() if _is_in_panels(layer) else _weights_of_trial(layer):  # panels draw their own
+        return padding_for(product.layer, product.features, product.dtype)
 
 
 def _is_in_panels(layer: Any) -> bool:
@@ -276,31 +265,26 @@ def invariant_experts(
     found = torch.zeros_like(hidden_states)
     for number in top_k_index.unique().tolist():
         tokens, places = torch.where(top_k_index == number)
-        inner = expert_product(self, "gate_up_proj" if self.has_gate else "up_proj", number)
-        outer = expert_product(self, "down_proj", number)
-        states = call_padded(partial(_one_expert, self, inner, outer), hidden_states[tokens], padding)
+        states = call_padded(partial(_one_expert, self, number), hidden_states[tokens], padding)
         if getattr(self, "has_post_expert_norm", False):
             states = self.post_expert_norm(states)
         found.index_add_(0, tokens, (states * top_k_weights[tokens, places, None]).to(found.dtype))
     return found
 
 
-def _one_expert(experts: Any, inner: Any, outer: Any, rows: torch.Tensor) -> torch.Tensor:
-    states = inner(rows)
-    found: torch.Tensor = outer(experts._apply_gate(states) if experts.has_gate else experts.act_fn(states))
-    return found
+def _one_expert(experts: Any, number: int, rows: torch.Tensor) -> torch.Tensor:
+    if experts.has_gate:
+        states = experts._apply_gate(_one_product(experts, "gate_up_proj", rows, number))
+    else:
+        states = experts.act_fn(_one_product(experts, "up_proj", rows, number))
+    return _one_product(experts, "down_proj", states, number)
 
 
-def has_own_gate(experts: Any) -> bool:
-    """Return True if the experts override the gate, rather than applying their activation module alone."""
-    return type(experts)._apply_gate is not _default_apply_gate
-
-
-def expert_product(experts: Any, name: str, number: int) -> Any:
-    """Return the linear map of one expert, from `[rows, in]` to `[rows, out]`."""
+def _one_product(experts: Any, name: str, rows: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """Multiply rows `[rows, in]` by a weight of one expert: `[rows, out]`."""
     weight = getattr(experts, name)[number]
     bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
-    return partial(linear, weight=weight.t() if experts.is_transposed else weight, bias=bias)
+    return linear(rows, weight.t() if experts.is_transposed else weight, bias)
 
 
 def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
@@ -310,7 +294,7 @@ def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
             weight = getattr(layer, name)
             features = weight.shape[1 if layer.is_transposed else 2]
             kind = (name, type(layer), weight.shape, weight.dtype)
-            yield RowProduct(partial(_first_expert, layer, name), features, weight.dtype, kind)
+            yield RowProduct(partial(_one_product, layer, name), features, weight.dtype, kind)
         return
     if isinstance(layer, Int8Linear):  # integer sums are exact, and each row has its own scale
         return
@@ -367,11 +351,6 @@ def _joined(paddings: list[RowPadding | None]) -> RowPadding | None:
     if most is not None:
         most = most // multiple * multiple
     return RowPadding(least, multiple, most) if most is None or max(least, multiple) <= most else None
-
-
-def _first_expert(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = expert_product(experts, name, 0)(rows)
-    return found
 
 
 @contextmanager

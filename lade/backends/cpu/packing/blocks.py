@@ -10,12 +10,13 @@ on the other rows. They run on the compiled kernels, or on torch's operators wit
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch.nn.functional import pad
 
-from lade.backends.cpu.packing.weight import HugePages, PanelWeight, has_block_kernels
+from lade.backends.cpu.packing.weight import ByValue, HugePages, PanelWeight, has_block_kernels
 
 GROUP = 32
 """Inputs that share a scale, in most formats."""
@@ -29,6 +30,7 @@ LARGEST = 127
 TINY = 1e-30
 """Least size of what is rounded, to avoid division by zero."""
 _ZERO = {4: 8, 8: 128}  # unsigned code of zero by bits, in formats without a minimum
+_TENSORS = ("values", "scale", "minimum", "factor", "shift")
 _MOST_SUMS = 2**24  # of the reference at a time
 
 
@@ -48,6 +50,10 @@ class BlockCodes:
     factor: torch.Tensor | None = None  # [out, in / 256] float16, by which `scale` is multiplied
     shift: torch.Tensor | None = None  # likewise of `minimum`
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        tensors = {name: ByValue(each) for name, each in self.tensors().items()}
+        return partial(BlockCodes, self.name, self.bits), tuple(map(tensors.get, _TENSORS))
+
     @property
     def zero(self) -> int:
         """Code of zero."""
@@ -55,15 +61,11 @@ class BlockCodes:
 
     def rows(self, numbers: torch.Tensor) -> Self:
         """Return the codes of these outputs, in this order."""
-        return self._with({name: each[numbers] for name, each in self.tensors().items()})
+        return replace(self, **{name: each[numbers] for name, each in self.tensors().items()})
 
-    def _with(self, tensors: dict[str, Any]) -> Self:
-        return replace(self, **tensors)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """Return the tensors by their names."""
-        names = ("values", "scale", "minimum", "factor", "shift")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
 
     def in_panels(self, pages: HugePages) -> PanelWeight | None:
         """Return the weight in panels, padded with zeros, as its kernel takes it; None without the library.
@@ -89,7 +91,8 @@ class BlockCodes:
         (outputs, inputs), panels = self.values.shape, weight.panels
         lines = panels[:, :, -BLOCK * PANEL * self.bits // 8 // _LINE :].contiguous().view(torch.uint8)
         values = _out_of_lines(lines, self.bits).reshape(len(panels) * PANEL, -1)
-        found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
+        found: dict[str, Any] = {"values": values[:outputs, :inputs].contiguous()}
+        head, first = panels.flatten(2), 0
         for name, each in self.tensors().items():
             if name == "values":
                 continue
@@ -100,11 +103,11 @@ class BlockCodes:
             piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
             found[name] = piece.clone(memory_format=torch.contiguous_format)
             first += size
-        return self._with(found)
+        return replace(self, **found)
 
     def without_values(self) -> Self:
         """Return codes of the same shapes on the meta device."""
-        return self._with({name: each.to("meta") for name, each in self.tensors().items()})
+        return replace(self, **{name: each.to("meta") for name, each in self.tensors().items()})
 
     def scales(self) -> torch.Tensor:
         """Return the scale of each group, `[out, groups]` float32."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,12 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import GenerationConfig, PreTrainedModel
 
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear, out_of_pairs, pairs_of
-from lade.backends.cpu.packing.linear import PackedLinear, weight_of
+from lade.backends.cpu.packing.linear import PackedLinear, shape_of, weight_of
 from lade.backends.cpu.packing.pack import pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
@@ -185,7 +184,7 @@ def load_packed(folder: str | os.PathLike[str], *, attn_implementation: str | No
     if architecture is None:
         raise InputError(f"{str(source)!r} holds a {index.architecture}, which this version of transformers lacks")
     config = architecture.config_class.from_pretrained(source)
-    model = _skeleton(architecture, config)
+    model: PreTrainedModel = skeleton(lambda: architecture(config))
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
     try:
@@ -212,18 +211,17 @@ def _read_index(folder: Path) -> Index:
     return index
 
 
-class EmptyOnMeta(TorchFunctionMode):
+class _EmptyOnMeta(TorchFunctionMode):
     """Redirects `torch.empty` to the meta device: layers allocate no memory for weights about to be replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
 
 
-def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    with DrawsFrom(torch.Generator()), EmptyOnMeta():
-        model = architecture(config)
-    model.eval()
-    return model
+def skeleton(build: Callable[[], Any]) -> Any:
+    """Return a model that was built without memory for its weights, nor draws from torch's generator."""
+    with DrawsFrom(torch.Generator()), _EmptyOnMeta():
+        return build().eval()
 
 
 @torch.no_grad()
@@ -233,8 +231,7 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
     for name, dtype in (*index.int8.items(), *index.int4.items()):
         layer: Any = model.get_submodule(name)
         values, scale = (files.pop(key).get_tensor(key) for key in (f"{name}.weight", f"{name}.weight{SCALE}"))
-        inputs = weight_of(layer).shape[0 if isinstance(layer, Conv1D) else 1]
-        is_int4 = name in index.int4
+        is_int4, (_, inputs) = name in index.int4, shape_of(layer)
         codes[layer] = out_of_pairs(values, scale, inputs) if is_int4 else BlockCodes("int8", 8, values, scale)
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # carries the dtype

@@ -36,7 +36,7 @@ class TensorPlace:
 
     name: str
     shape: tuple[int, ...]  # outermost first
-    kind: int  # number of its type, see `gguf.GGMLQuantizationType`
+    kind: str  # name of its type, see `gguf.GGMLQuantizationType`
     offset: int  # bytes from the beginning of the file
     nbytes: int  # bytes of its numbers
 
@@ -127,11 +127,8 @@ def gguf_file(path: Path) -> Path | None:
     return path if path.is_file() and path.suffix == SUFFIX else None
 
 
-def read_header(path: Path, size_of: Callable[[int, int], int | None]) -> Header:
-    """Read the header of a file.
-
-    `size_of` returns the bytes of a type's tensor by the type's number and the number of elements; None if there is no
-    such type, or the elements do not fill its blocks.
+def read_header(path: Path) -> Header:
+    """Read the header of a file; requires the `gguf` package.
 
     Raises:
         InputError: the file cannot be read, is not in GGUF, is damaged, or is one of several parts.
@@ -141,14 +138,14 @@ def read_header(path: Path, size_of: Callable[[int, int], int | None]) -> Header
             if file.read(len(MAGIC)) != MAGIC:
                 raise _Damaged("it does not begin with GGUF")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(Header(path), _Reader(data), size_of)
+                return _read(Header(path), _Reader(data))
     except _Damaged as problem:
         raise InputError(f"model file {str(path)!r} is damaged, or no GGUF file: {problem}") from None
     except OSError as problem:
         raise InputError(f"model file {str(path)!r} cannot be read: {problem.strerror}") from problem
 
 
-def _read(header: Header, reader: _Reader, size_of: Callable[[int, int], int | None]) -> Header:
+def _read(header: Header, reader: _Reader) -> Header:
     reader.skip(len(MAGIC), "the magic")
     version, tensors, values = reader.numbers("IQQ")
     if version not in VERSIONS:
@@ -159,7 +156,7 @@ def _read(header: Header, reader: _Reader, size_of: Callable[[int, int], int | N
         if name in header.values:
             raise _Damaged(f"{name!r} is given twice")
         header.values[name] = reader.value(*reader.numbers("I"))
-    found = [_tensor(reader, size_of) for _ in range(tensors)]
+    found = [_tensor(reader) for _ in range(tensors)]
     _check_values(header.values, found)
     alignment = header.values.get("general.alignment", 32)
     first = -(-reader.place // alignment) * alignment
@@ -172,7 +169,10 @@ def _read(header: Header, reader: _Reader, size_of: Callable[[int, int], int | N
     return header
 
 
-def _tensor(reader: _Reader, size_of: Callable[[int, int], int | None]) -> TensorPlace:
+def _tensor(reader: _Reader) -> TensorPlace:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    sizes: Any = GGML_QUANT_SIZES  # by members of an IntEnum
     name = reader.string(_LONGEST_NAME)
     (dimensions,) = reader.numbers("I")
     if not 0 < dimensions <= _MOST_DIMENSIONS:
@@ -180,12 +180,13 @@ def _tensor(reader: _Reader, size_of: Callable[[int, int], int | None]) -> Tenso
     *shape, kind, offset = reader.numbers(f"{dimensions}QIQ")
     if not 0 < prod(shape) < 2**40 or max(shape) >= _LARGEST_NUMBER:
         raise _Damaged(f"tensor {name!r} has the shape {shape}")
-    row = size_of(kind, shape[0])
-    if row is None:
+    block, size = sizes.get(kind, (0, 0))
+    if not block or shape[0] % block:
         raise _Damaged(
             f"tensor {name!r} has rows of {shape[0]} numbers of type {kind}, which is unknown or does not fit"
         )
-    return TensorPlace(name, tuple(reversed(shape)), kind, offset, row * prod(shape[1:]))
+    nbytes = prod(shape) // block * size
+    return TensorPlace(name, tuple(reversed(shape)), GGMLQuantizationType(kind).name, offset, nbytes)
 
 
 def _check_values(values: dict[str, Any], tensors: list[TensorPlace]) -> None:
@@ -225,7 +226,7 @@ def values_of(raw: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    values: Any = dequantize(raw.numpy(), GGMLQuantizationType(place.kind))
+    values: Any = dequantize(raw.numpy(), GGMLQuantizationType[place.kind])
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(place.shape)
 
 

@@ -28,7 +28,7 @@ from transformers.utils import logging as _logging
 
 from lade.announcements import announce, announced_if_slow
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.folder import EmptyOnMeta
+from lade.backends.cpu.packing.folder import skeleton
 from lade.backends.cpu.packing.gguf_file import (
     Elements,
     Header,
@@ -42,7 +42,6 @@ from lade.backends.cpu.packing.gguf_file import (
 from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import pack_layers
 from lade.errors import InputError
-from lade.model.randomness import DrawsFrom
 from lade.version import minor_version
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         raise InputError(f"GGUF files need gguf ({problem}): run  pip install gguf") from problem
     if minor_version(transformers.__version__) < _OLDEST:
         raise InputError(f"GGUF files need transformers 5.23, and {transformers.__version__} is installed: upgrade it")
-    header = read_header(file, _size_of)
+    header = read_header(file)
     with _one_line(file), _quiet(), announced_if_slow(logger, f"loading {file.name}"):
         tokenizer = _tokenizer(header)
         model = _packed(header, dtype) if header.architecture in PACKED else _dequantised(header, dtype)
@@ -112,20 +111,6 @@ def _quiet() -> Iterator[None]:
     finally:
         if enabled:
             bars.enable_progress_bar()
-
-
-def _size_of(kind: int, elements: int) -> int | None:
-    from gguf import GGML_QUANT_SIZES
-
-    sizes: Any = GGML_QUANT_SIZES  # by members of an IntEnum
-    block, size = sizes.get(kind, (0, 0))
-    return elements // block * size if block and elements % block == 0 else None
-
-
-def _kind_of(place: TensorPlace) -> str:
-    from gguf import GGMLQuantizationType
-
-    return str(GGMLQuantizationType(place.kind).name)
 
 
 def _tokenizer(header: Header) -> Any:
@@ -186,7 +171,7 @@ class _Source:
 
     def codes(self, place: TensorPlace) -> BlockCodes:
         """Return the codes of a matrix, of a type that has them."""
-        return codes_of(self._raw(place), _kind_of(place))
+        return codes_of(self._raw(place), place.kind)
 
     def values(self, place: TensorPlace) -> torch.Tensor:
         """Return a tensor's values as the model has them, float32."""
@@ -220,9 +205,7 @@ def _packed(header: Header, dtype: torch.dtype) -> Any:
     import gguf
 
     config = config_of(header)
-    with DrawsFrom(torch.Generator()), EmptyOnMeta():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.eval()
+    model: Any = skeleton(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     _fill(model, _Source(header, config, names.get_name, np.memmap(header.path, np.uint8, "r")), dtype)
@@ -241,12 +224,13 @@ def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
             is_tied = module is head and tied
             place = source.place("model.embed_tokens.weight" if is_tied else f"{name}.{own}", parameter)
             used.add(place.name)
-            if type(module) is nn.Linear and own == "weight" and has_codes(_kind_of(place)):
+            is_matrix = type(module) is nn.Linear and own == "weight"
+            if is_matrix and has_codes(place.kind):
                 coded[module] = place
             elif not is_tied:
                 values = source.values(place).to(dtype)
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
-                dequantised.update([_kind_of(place)] if type(module) is nn.Linear and own == "weight" else [])
+                dequantised.update([place.kind] if is_matrix else [])
     model.tie_weights()
     pack_layers(model, dict.fromkeys(coded, GgufLinear), codes=lambda layer: source.codes(coded[layer]))
     used |= _scale_frequencies(model, source)

@@ -26,40 +26,38 @@ from transformers import PreTrainedModel
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.blocks import GROUP, LARGEST, TINY, BlockCodes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, state_of
+from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, PackedWeight, state_of
 from lade.errors import UnsupportedModelError
 
-MOVE_REMEDY = "give it an ordinary tensor on the CPU"
-RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
 _CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
 _LEVELS = (6.8, 7.4, 8.0, 8.6)  # int4 codes, unrounded, that the largest magnitude of a group is tried at
 _Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From weights `[out, groups, 32]` float32 to whole numbers of this shape, and scales `[out, groups, 1]`."""
 
 
 def int8_codes(weight: torch.Tensor) -> BlockCodes:
     """Round a weight `[out, in]` to int8; the largest magnitude of every 32 inputs becomes 127."""
-    return BlockCodes("int8", 8, *in_chunks(_in_int8, weight))
-
-
-def _in_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
-    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
-    scale = grouped.abs().amax(-1, keepdim=True).div_(LARGEST).bfloat16()
-    codes = (grouped / scale.float().clamp_min_(TINY)).round_().clamp_(-LARGEST, LARGEST)
-    return codes.flatten(1).add_(128).to(torch.uint8), scale.flatten(1)
-
-
-def in_chunks(rounding: _Rounding, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes `[out, in]` and scales `[out, groups]` of a weight, rounded a few outputs at a time."""
-    inputs = weight.shape[1]
-    parts = [rounding(part) for part in weight.split(max(1, _CHUNK // max(1, inputs)))]
-    values, scale = (torch.cat(each) for each in zip(*parts, strict=True))
-    return values[:, :inputs].contiguous(), scale
+    return _rounded("int8", 8, _in_int8, weight)
 
 
 def int4_codes(weight: torch.Tensor) -> BlockCodes:
     """Round a weight `[out, in]` to int4."""
-    return BlockCodes("int4", 4, *in_chunks(_in_int4, weight))
+    return _rounded("int4", 4, _in_int4, weight)
+
+
+def _rounded(name: str, bits: int, rounding: _Rounding, weight: torch.Tensor) -> BlockCodes:
+    """Round a weight `[out, in]`, a few outputs at a time."""
+    inputs, values, scales = weight.shape[1], list[torch.Tensor](), list[torch.Tensor]()
+    for part in weight.split(max(1, _CHUNK // max(1, inputs))):
+        codes, scale = rounding(pad(part.float(), (0, -inputs % GROUP)).view(len(part), -1, GROUP))
+        values.append(codes.flatten(1)[:, :inputs].add_(2 ** (bits - 1)).to(torch.uint8))
+        scales.append(scale.flatten(1).bfloat16())
+    return BlockCodes(name, bits, torch.cat(values), torch.cat(scales))
+
+
+def _in_int8(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = grouped.abs().amax(-1, keepdim=True).div_(LARGEST).bfloat16()
+    return (grouped / scale.float().clamp_min_(TINY)).round_().clamp_(-LARGEST, LARGEST), scale
 
 
 def pairs_of(codes: BlockCodes) -> torch.Tensor:
@@ -74,9 +72,7 @@ def out_of_pairs(pairs: torch.Tensor, scale: torch.Tensor, inputs: int) -> Block
     return BlockCodes("int4", 4, values[:, :inputs].contiguous(), scale)
 
 
-def _in_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
-    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
+def _in_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))  # signed
     best_error = torch.full_like(largest, torch.inf)
     best = torch.zeros_like(grouped)
@@ -90,17 +86,13 @@ def _in_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best, best_scale = torch.where(better, codes, best), torch.where(better, scale, best_scale)
-    return best.flatten(1).add_(8).to(torch.uint8), best_scale.flatten(1).bfloat16()
+    return best, best_scale
 
 
 class Int8Linear(PackedLinear):
     """A linear layer with int8 weights, one scale per output and 32 inputs, and inputs with one scale per 32.
 
-    Args:
-        layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
-        keep: true to keep the layer's own weight along with the packed one.
-        codes: codes of its weight, if known; computed from the weight otherwise.
-        pages: memory pool shared by all layers of a model.
+    Arguments are those of `PackedLinear`, and the codes of the layer's weight, if they are known.
 
     Attributes:
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
@@ -138,8 +130,9 @@ class Int8Linear(PackedLinear):
         return self._codes if self._panel_weight is None else self._codes.out_of_panels(self._panel_weight)
 
     def kept_weight(self) -> torch.Tensor:
-        """Return the original weight, `[out, in]`; requires `restorable`."""
-        return self._turned(self._dense_parameter())
+        """Return the original weight, `[out, in]`; requires `keeps_original`."""
+        weight: Any = self._parameters["weight"]
+        return self._turned(weight)
 
     def dense_weight(self) -> torch.Tensor:
         """Return the dequantised weight in the layer's dtype, which differs from the original weight."""
@@ -151,28 +144,18 @@ class Int8Linear(PackedLinear):
         return self._codes.name
 
     @property
-    def restorable(self) -> bool:
-        """True if the original weight was kept."""
-        return self.keeps_original
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the codes and their scales."""
         if self._panel_weight is not None:
             return self._packed.nbytes
         return sum(each.nbytes for each in self._codes.tensors().values())
 
-    def _dense_parameter(self) -> nn.Parameter:
-        if not self.keeps_original:
-            raise UnsupportedModelError(
-                f"the original weight of a layer packed in {self.WEIGHTS} was not kept", RELOAD_REMEDY
-            )
-        return super()._dense_parameter()
-
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if not is_plain(x):
-            what = f"a {type(x).__name__} on {x.device}"
-            raise UnsupportedModelError(f"a layer packed in {self.WEIGHTS} for the CPU was given {what}", MOVE_REMEDY)
+            raise UnsupportedModelError(
+                f"a layer packed in {self.WEIGHTS} for the CPU was given a {type(x).__name__} on {x.device}",
+                "give it an ordinary tensor on the CPU",
+            )
         bias = self._parameters["bias"]
         if self._panel_weight is not None:
             return self._panel_weight.product(x, bias)
@@ -181,17 +164,11 @@ class Int8Linear(PackedLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes: the packed layout cannot be copied, and another process may have no library."""
-        state, codes = self.__dict__.copy(), self.codes()
+        state = {**self.__dict__, "_given": self.codes()}
         del state["_packed"], state["_panel_weight"], state["_codes"]
-        state["_sent"] = codes.name, codes.bits, {name: ByValue(each) for name, each in codes.tensors().items()}
         if not self.keeps_original:
             state["_parameters"] = self._without_values()
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        name, bits, tensors = state["_sent"]
-        codes = BlockCodes(name, bits, **tensors)
-        super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
 
 
 class Int4Linear(Int8Linear):
@@ -221,20 +198,15 @@ class LayerError:
     outputs: float  # for the inputs that the layer gets in the model
 
 
-@dataclass
-class _Sums:
-    """Running sums of squared errors and of squared reference values."""
+@torch.no_grad()
+def _squares(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squared errors, and that of squared expected values: `[2]` float64."""
+    return torch.stack([each.float().square().sum().double() for each in (found.float() - expected, expected)])
 
-    error: float = 0.0
-    size: float = 0.0
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        self.error += (found.float() - expected.float()).square().sum().item()
-        self.size += expected.float().square().sum().item()
-
-    @property
-    def relative(self) -> float:
-        return sqrt(self.error / self.size) if self.size else nan
+def _relative(squares: torch.Tensor) -> float:
+    error, size = squares.tolist()
+    return sqrt(error / size) if size else nan
 
 
 @torch.no_grad()
@@ -254,10 +226,10 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
 def watched(model: nn.Module) -> Iterator[list[LayerError]]:
     """Compare int8 and int4 layers with the originals, which the model keeps, in every pass; the end fills the list."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
-    sums = {layer: _Sums() for layer in layers.values()}
+    sums = {layer: torch.zeros(2, dtype=torch.float64, device="cpu") for layer in layers.values()}
 
     def compare(layer: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        sums[layer].add(output, nn.functional.linear(arguments[0], layer.kept_weight(), layer.bias))
+        sums[layer] += _squares(output, nn.functional.linear(arguments[0], layer.kept_weight(), layer.bias))
 
     handles = [layer.register_forward_hook(compare) for layer in layers.values()]
     errors: list[LayerError] = []
@@ -266,11 +238,6 @@ def watched(model: nn.Module) -> Iterator[list[LayerError]]:
     finally:
         for handle in handles:
             handle.remove()
-    errors += [LayerError(name, _weights(layer), sums[layer].relative) for name, layer in layers.items()]
-
-
-@torch.no_grad()
-def _weights(layer: Int8Linear) -> float:
-    sums = _Sums()
-    sums.add(layer.codes().dense(torch.float32), layer.kept_weight())
-    return sums.relative
+    for name, layer in layers.items():
+        of_weights = _squares(layer.codes().dense(torch.float32), layer.kept_weight())
+        errors.append(LayerError(name, _relative(of_weights), _relative(sums[layer])))

@@ -28,7 +28,6 @@ from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
 GUARD = "packing_guard"
-
 LONE_ROWS, LONE_FROM = 4, 2**19
 """Rows to which a lone float32 row is repeated, and the least number of weights for which that pays.
 
@@ -73,7 +72,7 @@ class PackedLinear(nn.Module):
         self._parameters["weight"] = weight = layer._parameters["weight"]
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
-        self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
+        self.out_features, self.in_features = shape_of(layer)
         self.__dict__.update(dtype=weight.dtype, panel=panel, _own_panel=panel, _count=weight.numel(), _pages=pages)
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: not part of the module tree or of its state
@@ -126,13 +125,8 @@ class PackedLinear(nn.Module):
         """Convert between the layer's own layout and `[out, in]`."""
         return weight.t().contiguous() if self.transposed else weight
 
-    @property
-    def restorable(self) -> bool:
-        """True if `unpacked` restores the original weight."""
-        return True
-
     def unpacked(self) -> nn.Module:
-        """Return the original layer with its weight."""
+        """Return the original layer with its weight, which an integer layer has only if it was kept."""
         self.layer._parameters["weight"] = self._dense_parameter()
         self.layer._parameters["bias"] = self.bias
         return self.layer
@@ -156,7 +150,8 @@ class PackedLinear(nn.Module):
                 "a packed layer has no gradients", f"run it under torch.no_grad(), or {UNPACK_REMEDY}"
             )
         if torch.is_autocast_enabled("cpu"):
-            x = self._autocast(x)
+            self.check_autocast()
+            x = x.to(self.dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
         if x.dtype != self.dtype or x.shape[-1:] != (self.in_features,):
             self._refuse_input(x, bias)
         self.follow_parameters()
@@ -165,15 +160,12 @@ class PackedLinear(nn.Module):
     def follow_parameters(self) -> None:
         """Pack a kept weight again that was changed, and check the bias; see `checked` for the errors raised."""
         bias = self._parameters["bias"]
-        if bias is not None and not self._fits(bias):
-            self._refuse_bias(bias)
+        if bias is not None:
+            same = bias.dtype == self.dtype and bias.shape == (self.out_features,)
+            if not (same and bias.is_cpu and bias.is_contiguous()):  # kernels read it by its address
+                self._refuse_bias(bias)
         if self.keeps_original and state_of(self._parameters["weight"]) != self._packed_state:
             self._follow_weight()
-
-    def _fits(self, bias: torch.Tensor) -> bool:
-        """Return True if kernels can read this bias by its address."""
-        same = bias.dtype == self.dtype and bias.shape == (self.out_features,)
-        return same and bias.is_cpu and bias.is_contiguous()
 
     def _refuse_input(self, x: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
         """Raise the error that the original layer would raise; oneDNN's messages do not give the reason."""
@@ -201,19 +193,14 @@ class PackedLinear(nn.Module):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, packed: lade.unpack(model) undoes it"
 
-    def check_autocast(self) -> torch.dtype:
-        """Return the dtype that autocast requires; raises `UnsupportedModelError` if it is not that of this layer."""
+    def check_autocast(self) -> None:
+        """Raise `UnsupportedModelError` if autocast requires another dtype than that of this layer."""
         dtype = torch.get_autocast_dtype("cpu")
         if dtype != self.dtype:
             raise UnsupportedModelError(
                 f"a layer packed in {dtype_name(self.dtype)} cannot run under autocast to {dtype_name(dtype)}",
                 f"leave torch.autocast, or {UNPACK_REMEDY}",
             )
-        return dtype
-
-    def _autocast(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self.check_autocast()
-        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
     def _dense_parameter(self) -> nn.Parameter:
         weight: Any = self._parameters["weight"]
@@ -314,6 +301,12 @@ def refuse_autocast(model: Any) -> None:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.check_autocast()
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs."""
+    first, second = weight_of(layer).shape
+    return (second, first) if isinstance(layer, Conv1D) else (first, second)
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:

@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from lade.announcements import announced_if_slow
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.integers import RELOAD_REMEDY, Int4Linear, Int8Linear
-from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
+from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
+from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, shape_of, weight_of
 from lade.backends.cpu.packing.panel_products import faster_panel, panel_for
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
@@ -47,6 +47,7 @@ MIN_WEIGHTS = 2**17
 """Layers with fewer weights are not packed: calling the packed kernel costs more than it saves."""
 INTEGER_LAYERS: dict[str, type[Int8Linear]] = {kind.WEIGHTS: kind for kind in (Int8Linear, Int4Linear)}
 """Classes of layers by the format of their integer weights."""
+RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
 _Model = TypeVar("_Model", bound=nn.Module)
 _packing = ForkSafeLock()
@@ -183,7 +184,7 @@ def pack_layers(
             layer._parameters["weight"] = None  # `packed` holds it, or can unpack it
     except BaseException:  # out of memory or Ctrl-C: roll back, so that no half-packed model remains
         for packed in done:
-            if packed.restorable:
+            if _is_restorable(packed):
                 _put(packed.unpacked(), places[packed.layer])
         raise
     finally:  # integer layers that cannot be restored stay packed after an error
@@ -337,13 +338,7 @@ def try_kernel(dtype: torch.dtype) -> None:
 
 def _bfloat16_panel(kinds: Mapping[nn.Module, type[PackedLinear]]) -> int:
     """Return the outputs per panel of the layers to pack in bfloat16; 0 for oneDNN's products."""
-    return faster_panel(Counter(_shape(layer) for layer in kinds if weight_of(layer).dtype == torch.bfloat16))
-
-
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs."""
-    first, second = weight_of(layer).shape
-    return (second, first) if isinstance(layer, Conv1D) else (first, second)
+    return faster_panel(Counter(shape_of(layer) for layer in kinds if weight_of(layer).dtype == torch.bfloat16))
 
 
 def _patterns(weights: str | None, keep: Sequence[str] | str) -> list[str]:
@@ -369,13 +364,17 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def _is_restorable(layer: PackedLinear) -> bool:
+    return layer.keeps_original or in_own_dtype(layer)
+
+
 def _check_restorable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear):
             continue
         if has_own_forward(module):
             raise UnsupportedModelError(f"layer {name!r} has hooks, for example of accelerate", HOOKS_REMEDY)
-        if not module.restorable:
+        if not _is_restorable(module):
             what = getattr(module, "WEIGHTS", dtype_name(module.dtype))
             raise UnsupportedModelError(
                 f"layer {name!r} is packed in {what}, and its original weight was not kept", RELOAD_REMEDY

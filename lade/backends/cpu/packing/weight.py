@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lade.backends.cpu.kernels import At, Room, Stages, address_of, dtype_code, is_plain, kernel, refuse
+from lade.backends.cpu.kernels import At, Stages, address_of, dtype_code, is_plain, kernel, refuse
 from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
@@ -230,7 +230,6 @@ class _Split(NamedTuple):
 
     kernel: str
     together: int  # rows interleaved in a group
-    padded: int  # number of rows, with those that fill up the last group
     row_group: int  # rows per part of the work
     panel_group: int  # panels per part of the work
 
@@ -250,11 +249,14 @@ class PanelWeight:
         outputs: number of outputs; raises `ValueError` if there are fewer in the panels.
         inputs: number of inputs, without padding.
         codes: format of the codes, see `BlockCodes.name`; empty for bfloat16.
+
+    Attributes:
+        instructions: instructions of the kernels of its products, see `kernel`.
     """
 
     def __init__(self, panels: torch.Tensor, outputs: int, inputs: int, *, codes: str = "") -> None:
-        self.panels, self.outputs, self.inputs, self.codes = panels, outputs, inputs, codes
-        self._prepared: dict[Hashable, tuple[Stages, int]] = {}
+        self.panels, self.outputs, self.inputs, self.codes, self.instructions = panels, outputs, inputs, codes, ""
+        self._prepared: dict[Hashable, Stages] = {}
         most = len(panels) * DOT_PANEL * (1 if codes else panels.shape[2])
         if outputs > most:
             raise ValueError(f"outputs is {outputs}: these panels have up to {most}")
@@ -264,7 +266,6 @@ class PanelWeight:
         x: torch.Tensor,  # [..., in]: bfloat16 for bfloat16 weights; float32, bfloat16 or float16 for codes
         bias: torch.Tensor | None = None,  # [out], in any of these dtypes
         dtype: torch.dtype | None = None,  # of the result, any of these; None for that of x
-        instructions: str = "",  # see `kernel`
     ) -> torch.Tensor:
         """Multiply rows by the weight, and add a bias: `[..., out]`.
 
@@ -274,10 +275,8 @@ class PanelWeight:
         self.check(x, bias)
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype or x.dtype, device="cpu")
-        rows = x.numel() // self.inputs
-        kinds = dtype_code(x.dtype), dtype_code(out.dtype), 0 if bias is None else dtype_code(bias.dtype)
-        if rows:
-            self._multiply(x, rows, kinds, bias, out, instructions)
+        if x.numel():
+            self._multiply(x, bias, out)
         return out
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -289,40 +288,34 @@ class PanelWeight:
             takes = f"{_CODED if self.codes else half} on the CPU, [..., {self.inputs}] and [{self.outputs}]"
             refuse("the panel product", takes.replace("torch.", ""), x=x, panels=self.panels, bias=bias)
 
-    def _multiply(
-        self,
-        x: torch.Tensor,
-        rows: int,
-        kinds: tuple[int, int, int],  # dtype codes of x, out and bias
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        instructions: str,
-    ) -> None:
-        """Compute `product` of tensors that are contiguous."""
-        key = rows, torch.get_num_threads(), kinds, instructions
-        stages, size = self._prepared.get(key) or (None, 0)
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Compute `product` of contiguous tensors."""
+        rows, kind, out_kind = x.numel() // self.inputs, dtype_code(x.dtype), dtype_code(out.dtype)
+        bias_kind = 0 if bias is None else dtype_code(bias.dtype)
+        key = rows, torch.get_num_threads(), kind, out_kind, bias_kind
+        stages = self._prepared.get(key)
         if stages is None:
-            stages, room = Stages(), Room(0)
-            blocks = self.add_rows(stages, room, rows, At(1), kinds[0], instructions)
-            self.add_product(stages, rows, blocks, 3, At(2), *kinds[1:], instructions)
-            size = room.size
+            stages = Stages()
+            blocks = self.add_rows(stages, rows, At(1), kind)
+            self.add_product(stages, rows, blocks, 3, At(2), out_kind, bias_kind)
             if rows <= PREPARED_ROWS:
-                self._prepared[key] = stages, size
-        memory = torch.empty(size, dtype=torch.int8, device="cpu")
+                self._prepared[key] = stages
+        memory = torch.empty(stages.size, dtype=torch.int8, device="cpu")
         stages.run((memory.data_ptr(), x.data_ptr(), out.data_ptr(), *self.addresses(bias)))
 
     def addresses(self, bias: torch.Tensor | None) -> tuple[int, int]:
         """Return the addresses of weight and bias now: tensors move when they are sent to another process."""
         return self.panels.data_ptr(), address_of(bias)
 
-    def add_rows(self, stages: Stages, room: Room, rows: int, x: At, kind: int, instructions: str = "") -> Blocks:
-        """Add the stage that lays rows at a place out for a product, and return where in the room they then lie."""
-        split = self._split(rows, instructions)
+    def add_rows(self, stages: Stages, rows: int, x: At, kind: int) -> Blocks:
+        """Add the stage that lays rows at a place out for a product, and return where they then lie."""
+        split = self._split(rows)
         width = self.inputs * (1 if self.codes else self.panels.itemsize)
         if not self.codes and rows == 1 and width % BLOCK == 0:  # such a row lies as in blocks
             return Blocks(x, 0)
-        count = split.padded * self.panels.shape[1]
-        to, facts = room.take(count * BLOCK), room.take(count * _FACTS) if self.codes else 0
+        padded = -(-rows // split.together) * split.together  # the last group is filled up
+        count = padded * self.panels.shape[1]
+        to, facts = stages.take(count * BLOCK), stages.take(count * _FACTS) if self.codes else 0
         fields = x, to, facts, kind, rows, self.inputs, split.together  # a RowBlocks, see cpu.h
         stages.add(kernel("quantise_rows" if self.codes else "block_rows"), parts_of_rows(rows, rows * width), fields)
         return Blocks(to, facts)
@@ -336,7 +329,6 @@ class PanelWeight:
         out: At,
         kind: int,
         bias_kind: int,
-        instructions: str = "",
         *,
         joined: bool = False,
     ) -> None:
@@ -345,21 +337,21 @@ class PanelWeight:
         The rows may be laid out for another weight of the same kind and number of inputs. If that was multiplied in the
         stage before, this one may be `joined` to it.
         """
-        split, (count, wide, *_) = self._split(rows, instructions), self.panels.shape
+        split, (count, wide, *_) = self._split(rows), self.panels.shape
         fields = (  # a PanelProduct, see cpu.h
             *(blocks.rows, blocks.facts, At(own), At(own + 1), out, bias_kind, kind),
             *(rows, wide, self.outputs, split.row_group, split.panel_group, split.together),
         )
         parts = -(-rows // split.row_group) * -(-count // split.panel_group)
-        stages.add(kernel(split.kernel, instructions), parts, fields, joined=joined)
+        stages.add(kernel(split.kernel, self.instructions), parts, fields, joined=joined)
 
-    def _split(self, rows: int, instructions: str) -> _Split:
+    def _split(self, rows: int) -> _Split:
         (count, blocks, *_), panel = self.panels.shape, self.panels[0]
-        groups = code_groups(instructions) if self.codes else DOTS
+        groups = code_groups(self.instructions) if self.codes else DOTS
         name = self.codes or ("few" if rows <= groups.few else "many")
         together = groups.together_for(rows)
         shares = groups.shares(rows, count, blocks, panel.nbytes)
-        return _Split(f"multiply_{name}", together, -(-rows // together) * together, *shares)
+        return _Split(f"multiply_{name}", together, *shares)
 
 
 def code_groups(instructions: str = "") -> RowGroups:
