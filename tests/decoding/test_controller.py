@@ -233,9 +233,32 @@ def test_the_curve_is_straight_in_the_logarithm_of_the_size():
     state.curve.gains = [0.9 / number for number in range(1, 10)]
     sums = np.concatenate(([0.0], np.cumsum(state.curve.gains)))
     straight = np.interp(np.log2(sizes), np.arange(10), sums)
-    found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], 1.0)
+    found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], [1.0] * 9)
     assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._LEARNING_TOKENS)
 
 
+def test_a_text_has_ratios_of_its_own_by_doubling():
+    """Two texts that accept as many nodes as the curve says, one of the first ranks and one of the last."""
+
+    def learned(accepted):
+        state = ControllerState()
+        state.curve.gains, state.curve.steps = [0.5] * 9, [module.CURVE_STEPS] * 9
+        controller = Controller(cost_of(USUAL), state)
+        controller.begin_texts(1)
+        for _ in range(60):
+            controller.learn(SCORES[:64], accepted)
+        assert controller._ratios[6] == pytest.approx(1.0, abs=0.1), "a doubling that was not fed goes by all others"
+        ratios, _ = controller._ratios, controller.skip_drafting()
+        size = sized(controller, grown(SCORES, controller.stages()))
+        controller.begin_texts(1, alone=True)
+        assert controller._ratios == [1.0] * 9
+        return ratios[:3], ratios[3:6], size
+
+    first, last, size = learned([1, 2, 4])
+    assert min(first) > 1.5 and max(last) < 0.4
+    first, last, larger = learned([8, 16, 32])
+    assert max(first) < 0.4 and min(last) > 1.5 and size < larger
+
+
 def test_forced_tokens_count_as_they_are_whatever_the_curve_says():
-    assert Controller(cost_of(USUAL)).expected([1.0, 1.0, 1.0, 0.1], 1e-6).tolist() == [1.0, 2.0, 3.0, 3.0]
+    assert Controller(cost_of(USUAL)).expected([1.0, 1.0, 1.0, 0.1], [1e-6] * 9).tolist() == [1.0, 2.0, 3.0, 3.0]

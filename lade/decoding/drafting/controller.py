@@ -6,7 +6,7 @@ reward theorem). S = 1 is plain decoding.
 
 **Expected tokens E(S).** Trees grow best first, so a step with a large tree is evidence about all smaller ones: the
 ranks of the accepted nodes show what each of them would have emitted. `YieldCurve` is the mean of that, for each
-doubling of the tree size. It belongs to a model; each text scales it by a ratio of its own, 1 at first. Two thirds of
+doubling of the tree size. It belongs to a model; each text scales it by ratios of its own, 1 at first. Two thirds of
 E(S) come from the curve, the rest from the scores of this step's nodes, calibrated for each doubling. Verified nodes
 also help later steps, accepted or not, since the memory learns their logits: `LEARNING_GAIN`.
 
@@ -55,8 +55,8 @@ answers a cell", also for the figures below)."""
 CURVE_STEPS = 500.0
 """Time constant of a model's yield curve, in steps; 100 and 2000 are as good, 50 is 0.005 worse."""
 PRIOR_WEIGHT = 8.0
-"""Weight of the prior in a model's curve, in steps, and of the curve in a text's ratio, in accepted nodes; 2 is 0.002
-worse and 32 0.004, in the worst cell 0.012 and 0.022."""
+"""Weight of the prior in a model's curve, in steps, and, in accepted nodes, of the curve in a text's ratio and of this
+in those of its doublings; 2 is 0.002 worse and 32 0.004, in the worst cell 0.012 and 0.022."""
 SCORES = 0.35
 """Weight of the scores of a step's nodes; the curve has the rest, as the highest scores are the most overestimated. 0
 is 0.015 worse and 1 0.072; 0.5 is 0.003 better, but 0.05 worse where t(S) has a ledge at 2 and at 8 tokens."""
@@ -200,6 +200,10 @@ class YieldCurve:
         pairs = zip(self.gains, self.predicted, strict=True)
         return [SCORES * (max(gain, 1e-3) / max(predicted, 1e-3)) for gain, predicted in pairs]  # neither is 0
 
+    def share(self, ratios: Sequence[float]) -> list[float]:
+        """Return what of E(S) does not come from scores, for a text of these ratios to the curve; see `_sums`."""
+        return _sums([(1.0 - SCORES) * ratio * gain for ratio, gain in zip(ratios, self.gains, strict=True)])
+
     def learn(self, shares: Sequence[float], predicted: Sequence[float], accepted: Sequence[float]) -> None:
         """Learn from a step: `[D]` each, the share of a doubling that was fed, its scores, and its accepted nodes."""
         for at, share in enumerate(shares):
@@ -243,7 +247,7 @@ class Controller:
         self._cost = cost
         self.most = most
         self._state = ControllerState() if state is None else state
-        self._expected = self._accepted = PRIOR_WEIGHT
+        self._expected, self._accepted = [0.0] * _DOUBLINGS, [0.0] * _DOUBLINGS  # of these texts
         self._lost = self._tokens = 0.0
         self._rows, self._size, self._fed = 0, 1, 1
         self._skipping: bool | None = None
@@ -268,8 +272,8 @@ class Controller:
         """Begin `count` texts without losses; texts that go on, unless the new ones are `alone`, keep their shares."""
         kept = 0.0 if alone else self._rows / (self._rows + count)
         self._lost, self._tokens = kept * self._lost, kept * self._tokens
-        self._expected += (1.0 - kept) * (PRIOR_WEIGHT - self._expected)
-        self._accepted += (1.0 - kept) * (PRIOR_WEIGHT - self._accepted)
+        self._expected = [kept * nodes for nodes in self._expected]
+        self._accepted = [kept * nodes for nodes in self._accepted]
         self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT * count)
 
     @property
@@ -292,10 +296,10 @@ class Controller:
     @property
     def rate(self) -> float:
         """Tokens per second of this text at its best size, at least those of plain decoding."""
-        table, ratio, node_s = self._cost.table, self._ratio, self._node_s
-        best, sums = 1.0 / (table[1] + self._plain_own_s), _sums(self._state.curve.gains)
+        table, node_s, best = self._cost.table, self._node_s, 1.0 / (self._cost.table[1] + self._plain_own_s)
+        sums = _sums([ratio * gain for ratio, gain in zip(self._ratios, self._state.curve.gains, strict=True)])
         for size in self._sizes(1):
-            tokens = 1.0 + (ratio * _at(sums, size) + LEARNING_GAIN * _LEARNING[size - 1])
+            tokens = 1.0 + (_at(sums, size) + LEARNING_GAIN * _LEARNING[size - 1])
             best = max(best, tokens / (table[size] + node_s * (size + OVERHEAD_NODES)))
         return best
 
@@ -313,34 +317,38 @@ class Controller:
         return self._skipping
 
     @property
-    def _ratio(self) -> float:
-        """Accepted nodes of this text, relative to the curve."""
-        return self._accepted / self._expected
+    def _ratios(self) -> list[float]:
+        """Accepted nodes of this text relative to the curve, `[doublings]`: as long as one has few, those of all."""
+        ratio = (PRIOR_WEIGHT + fsum(self._accepted)) / (PRIOR_WEIGHT + fsum(self._expected))
+        pairs = zip(self._accepted, self._expected, strict=True)
+        return [(PRIOR_WEIGHT * ratio + accepted) / (PRIOR_WEIGHT + expected) for accepted, expected in pairs]
 
     def stages(self) -> list[tuple[int, float]]:
         """See `FixedBudget`: between two corners of the cost's hull all nodes cost the same."""
-        curve, ratio, marginals = self._state.curve, self._ratio, self._cost.marginals
-        sums, slopes = _sums([ratio * (1.0 - SCORES) * gain for gain in curve.gains]), curve.slopes
+        curve, ratios, marginals = self._state.curve, self._ratios, self._cost.marginals
+        sums, slopes = curve.share(ratios), curve.slopes
         size, before, stages = 1, 0.0, list[tuple[int, float]]()
         for corner in self._sizes(1):
             price = self._rate * (marginals[corner - 1] + self._node_s)
             base = _at(sums, corner) + LEARNING_GAIN * _LEARNING[corner - 1]
-            slope = ratio * slopes[(corner - 1).bit_length() - 1]
+            doubling = (corner - 1).bit_length() - 1
+            slope = ratios[doubling] * slopes[doubling]
             weight = 1.0 if self._fed == 1 else slope  # exploration goes by raw scores
             stages.append((corner, max(0.0, (price - (base - before) / (corner - size)) / weight)))
             size, before = corner, base
         return [(2, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
-    def expected(self, scores: Sequence[float], ratio: float | None) -> Doubles:
-        """Return E(S) for each S from 1 on, `[C]`, for a text of this ratio to the curve; None to go by raw scores."""
+    def expected(self, scores: Sequence[float], ratios: Sequence[float] | None) -> Doubles:
+        """Return E(S) for each S from 1 on, `[C]`, given a text's ratios to the curve; None to go by raw scores."""
         given, curve = np.array(scores[:LARGEST_SHARED], dtype=np.float64), self._state.curve
-        if ratio is None:
+        if ratios is None:
             return np.cumsum(given)
-        size, sums = len(given), _sums([(1.0 - SCORES) * gain for gain in curve.gains])
+        size, sums = len(given), curve.share(ratios)
         power, rises = _POWER[:size], [after - before for before, after in pairwise(sums)]
         mean = np.array(rises)[power] * _BEYOND[:size] + np.array(sums)[power]
         given[0] = 0.0
-        tokens = ratio * (mean + (np.array(curve.slopes)[_DOUBLING[:size]] * given).cumsum()) + _LEARNING_TOKENS[:size]
+        slopes = np.array(curve.slopes) * ratios
+        tokens = mean + (slopes[_DOUBLING[:size]] * given).cumsum() + _LEARNING_TOKENS[:size]
         if max(scores[1:], default=0.0) >= 1.0:
             tokens = np.maximum(tokens, np.where(given >= 1.0, given, 0.0).cumsum())
         return np.asarray(1.0 + tokens)
@@ -358,7 +366,7 @@ class Controller:
             return
         found = [scores or [1.0] for scores in candidates]
         self._is_new = max(map(len, found)) == 1
-        size = self._best(self._mean(found, emitted, self._ratio))
+        size = self._best(self._mean(found, emitted, self._ratios))
         if size == 1:  # explore: trust the raw scores
             size = self._best(self._mean(found, emitted, None))
         if size == 1 and self._state.reserve >= 1.0:
@@ -371,10 +379,10 @@ class Controller:
         return min(self._size, len(scores))
 
     def _mean(
-        self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None, ratio: float | None
+        self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None, ratios: Sequence[float] | None
     ) -> Doubles:
         """Return E(S) of the mean row, by size; a row with fewer candidates feeds all of them."""
-        expected = [self.expected(scores, ratio) for scores in candidates]
+        expected = [self.expected(scores, ratios) for scores in candidates]
         if len(expected) == 1:
             return expected[0]
         weights = np.ones(len(expected)) if emitted is None else slowest_row_weights(emitted)
@@ -393,7 +401,7 @@ class Controller:
         """See `FixedBudget`."""
         if self._cost.wants_baseline or sum(scores) <= self._rate * (self._cost.table[2] - self._cost.table[1]):
             return False
-        return self._best(self.expected([1.0, *scores], self._ratio)) > 1
+        return self._best(self.expected([1.0, *scores], self._ratios)) > 1
 
     def fill_size(self, size: int) -> int:
         """See `FixedBudget`: up to the size of other rows, which is free, and on while learning alone pays for it."""
@@ -415,8 +423,9 @@ class Controller:
         counts = [0.0 for _ in doublings]
         for rank in accepted:
             counts[rank.bit_length() - 1] += 1.0
-        self._expected += fsum(share * gain for share, gain in zip(shares, curve.gains, strict=False))
-        self._accepted += len(accepted)
+        for at, share in enumerate(shares):
+            self._expected[at] += share * curve.gains[at]
+            self._accepted[at] += counts[at]
         curve.learn(shares, predicted, counts)
 
     def observe(
