@@ -43,6 +43,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PASSES_MS = {
     "smol": (3.3, 3.4, 3.9, 4.7, 7.0, 12.2, 24.0, 44.0),  # SmolLM2-135M as a GGUF file, two cores of a Zen 5
     "qwen": (12.1, 12.6, 13.5, 15.4, 19.6, 34.0, 68.0, 140.0),  # Qwen2.5-Coder-0.5B as such a file
+    "gemma": (6.3, 6.75, 7.65, 9.8, 14.2, 23.1, 45.0, 88.0),  # gemma-3-270m likewise; beyond 32 supposed
     "ledge": (17.3, 18.9, 24.2, 24.9, 41.5, 73.9, 136.0, 265.0),  # the same beside another process: a ledge at 8
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),  # supposed, as is the next
