@@ -13,7 +13,7 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 209,
-    "lines": 44_361,
+    "lines": 44_362,
     "files under 40 lines of code": 9,
     "lines of the largest file": 477,
     "imports, per cent of code": 10.3,  # of 2,900 lines fewer
@@ -28,7 +28,7 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 13,
     "entries of Args that are fragments, per cent": 0.8,
-    "lines of tests": 58_288,
+    "lines of tests": 58_289,
     "private attributes in tests": 161,
     "patches in tests": 304,
 }

@@ -129,7 +129,8 @@ async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation as Anthropic's API does."""
     chat = await in_worker_if_large(request, partial(turns_as_chat, body))
-    return await Answer(request, ChatPreprocessor(chat), MessagesFormatter, sent=body).response()
+    preprocessor = ChatPreprocessor(chat, "output_config.format")
+    return await Answer(request, preprocessor, MessagesFormatter, sent=body).response()
 
 
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})

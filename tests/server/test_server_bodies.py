@@ -106,8 +106,9 @@ def test_older_names_of_a_form_and_forms_that_there_are_not(server):
     post = server.http.post
     older = post("/v1/messages", json={**body, **SHORT, "output_format": config["format"]})
     assert json.loads(older.json()["content"][0]["text"]).keys() == {"title"}
-    wrong = post("/v1/messages", json={**body, "output_config": {"format": {"type": "xml"}}})
-    assert wrong.status_code == 400 and "xml" in wrong.json()["error"]["message"]
+    for form, named in (({"type": "xml"}, "type: 'xml'"), ({"type": "json_schema"}, "schema: missing")):
+        wrong = post("/v1/messages", json={**body, "output_config": {"format": form}})
+        assert wrong.status_code == 400 and f"output_config.format.{named}" in wrong.json()["error"]["message"]
 
 
 def as_codex_reads(events):
