@@ -13,14 +13,14 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 209,
-    "lines": 44_362,
+    "lines": 44_370,
     "files under 40 lines of code": 9,
     "lines of the largest file": 477,
     "imports, per cent of code": 10.3,  # of 2,900 lines fewer
     "lines of a function, p90": 17,
     "lines of the longest function": 50,
     "files that generate imports": 50,
-    "lines that generate imports": 12_071,
+    "lines that generate imports": 12_074,
     "imports of backends by the core": 0,
     "constants of drafting and tuning": 82,
     "results of backends without a type": 0,
@@ -28,11 +28,11 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 13,
     "entries of Args that are fragments, per cent": 0.8,
-    "lines of tests": 58_289,
+    "lines of tests": 58_298,
     "private attributes in tests": 161,
-    "patches in tests": 304,
+    "patches in tests": 305,
 }
-LEAST = {"median lines of a file": 233}
+LEAST = {"median lines of a file": 234}
 
 
 @pytest.fixture(scope="module")

@@ -187,8 +187,7 @@ class DecodeLoop(Generic[CacheT]):
             self._learn(parts)
         finally:  # also after an error: drop the rejected nodes, report the emitted tokens
             if fed:
-                self.cache.keep([part.verdict.path for part in parts], fed)
-                self.settled = list(self.cache.lengths)
+                self._keep(parts, fed)
                 self.mtp.accept(parts, fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
@@ -234,6 +233,10 @@ class DecodeLoop(Generic[CacheT]):
         for part in parts:
             if part.row.problem is None and part.verdict.tokens:  # without tokens the walk never began
                 part.row.drafter.learn(part.row.tokens, part.draft, part.readout, part.verdict)
+
+    def _keep(self, parts: Sequence[RowStep], fed: int) -> None:  # tests of faults patch it
+        self.cache.keep([part.verdict.path for part in parts], fed)
+        self.settled = list(self.cache.lengths)
 
     def _observe(self, steps: Sequence[Step], fed: int, took: Duration) -> None:
         """Report cost and yield of a step to the size controllers; its largest tree had `fed` nodes."""

@@ -123,7 +123,8 @@ async def _read(request: Request) -> bytes:
         body = await asyncio.wait_for(_received(request, service, most), _SECONDS)
     except TimeoutError:
         why = f"the body was not received within {_SECONDS:g} s"
-        raise ApiError(408, errors.INVALID, why, code="request_timeout") from None
+        headers = {"Connection": "close"}
+        raise ApiError(408, errors.INVALID, why, code="request_timeout", headers=headers) from None
     if service.settings.crash_dump is not None and len(body) <= LONGEST_BODY:
         RequestContext.of(request.scope).body = body
     return body

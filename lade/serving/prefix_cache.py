@@ -136,6 +136,10 @@ class PrefixCache:
         self._texts.append(text)
         return text, length
 
+    def knows(self, scope: Scope, tokens: Sequence[int]) -> bool:
+        """Return True if `find` would return a text, which does not count as use of it."""
+        return self._longest(scope, tokens)[0] >= MIN_PREFIX
+
     def _longest(self, scope: Scope, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the length of the longest common prefix with a cached text, and the text's index."""
         wanted = np.asarray(tokens, dtype=np.int64)
@@ -245,7 +249,7 @@ class PrefixReuse:
 
     def knows(self, active: ActiveRequest) -> bool:
         """Return True if a cached prefix of an unfed text exists."""
-        return self._serves(active) and self.prefix_cache.find(self.scope_of(active), active.text) is not None
+        return self._serves(active) and self.prefix_cache.knows(self.scope_of(active), active.text)
 
     def will_have_prefix(self, active: ActiveRequest, other: ActiveRequest) -> bool:
         """Return True if `active` will have a cached prefix once `other`, which has none, has been fed."""

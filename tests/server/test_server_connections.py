@@ -8,7 +8,7 @@ import time
 import pytest
 from served import running, until
 
-from lade.server import listen
+from lade.server import listen, middleware
 
 HEAD = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -109,6 +109,15 @@ def test_what_takes_long_for_other_reasons_is_waited_for(impatient):
         raw = rest_of(client)
     assert raw.startswith(b"HTTP/1.1 200 OK") and b'"finish_reason":"length"' in raw
     assert raw.count(b"HTTP/1.1") == 2 and answer(raw[raw.rindex(b"HTTP/1.1") :])[0] == 408
+
+
+def test_a_body_has_its_time_too(impatient, monkeypatch):
+    monkeypatch.setattr(middleware, "_SECONDS", HEADERS_S)
+    with connected(impatient) as client:
+        client.sendall(POST + b"content-length: 100\r\n\r\n{")
+        head, _, body = rest_of(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408") and json.loads(body)["error"]["code"] == "request_timeout"
+    assert impatient.complete("abc", max_tokens=1).status_code == 200, "its bytes are free again"
 
 
 def test_headers_have_a_bound(impatient):
