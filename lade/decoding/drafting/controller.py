@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from math import fsum
+from math import exp, fsum, log
 from statistics import median
 from typing import Protocol
 
@@ -60,9 +60,9 @@ in those of its doublings; 2 is 0.002 worse and 32 0.004, in the worst cell 0.01
 SCORES = 0.35
 """Weight of the scores of a step's nodes; the curve has the rest, as the highest scores are the most overestimated. 0
 is 0.015 worse and 1 0.072; 0.5 is 0.003 better, but 0.05 worse where t(S) has a ledge at 2 and at 8 tokens."""
-LEARNING_GAIN = 0.035
-"""Verifying node number n yields `LEARNING_GAIN / sqrt(n)` tokens in later steps, as the memory learns its logits. 0 is
-0.019 worse."""
+LEARNING_GAIN, NEW_LEARNING_GAIN = 0.035, 0.1
+"""Verifying node number n yields `LEARNING_GAIN / sqrt(n)` tokens in later steps, as the memory learns its logits, and
+more where it knows nothing of the context. 0 for both is 0.019 worse, one gain for both 0.005 (a GPU's clock)."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Most that a text may lose against plain decoding, in plain steps and as a share of its tokens. No share is 0.040
 worse, half a step 0.012, 8 steps 0.004; without a bound the embedded model is 3 to 7 % faster."""
@@ -162,13 +162,14 @@ class FixedBudget:
         """
 
 
-def slowest_row_weights(emitted: Sequence[int]) -> Doubles:
+def slowest_row_weights(emitted: Sequence[int]) -> list[float]:
     """Return how much each row weighs where a call waits for all: `[B]`, the slowest 1.
 
     Args:
         emitted: `[B]`, tokens that each row has emitted.
     """
-    return np.exp((min(emitted) - np.array(emitted, dtype=np.float64)) / LAG_SCALE)
+    slowest = min(emitted)
+    return [exp((slowest - count) / LAG_SCALE) for count in emitted]
 
 
 def common_progress(emitted: Sequence[int]) -> float:
@@ -176,7 +177,7 @@ def common_progress(emitted: Sequence[int]) -> float:
 
     It is no less than the minimum and exceeds it by `LAG_SCALE` log B at most; of rows that keep pace it is theirs.
     """
-    return min(emitted) - LAG_SCALE * float(np.log(slowest_row_weights(emitted).mean()))
+    return min(emitted) - LAG_SCALE * log(fsum(slowest_row_weights(emitted)) / len(emitted))
 
 
 class YieldCurve:
@@ -385,7 +386,7 @@ class Controller:
         expected = [self.expected(scores, ratios) for scores in candidates]
         if len(expected) == 1:
             return expected[0]
-        weights = np.ones(len(expected)) if emitted is None else slowest_row_weights(emitted)
+        weights = np.ones(len(expected)) if emitted is None else np.array(slowest_row_weights(emitted))
         mean = np.zeros(max(map(len, expected)))
         for each, weight in zip(expected, weights / weights.sum(), strict=True):
             mean[: len(each)] += weight * each
@@ -406,12 +407,10 @@ class Controller:
     def fill_size(self, size: int) -> int:
         """See `FixedBudget`: up to the size of other rows, which is free, and on while learning alone pays for it."""
         size = max(size, self._size)
-        table, filled = self._cost.table, size
+        table, filled, gain = self._cost.table, size, NEW_LEARNING_GAIN if self._is_new else LEARNING_GAIN
         for end in self._sizes(size):
             price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
-            # where the memory knows nothing of the context no node is likelier than another: each counts as the first
-            nodes = end - size if self._is_new else _LEARNING[end - 1] - _LEARNING[size - 1]
-            if end > size and LEARNING_GAIN * nodes > price:
+            if end > size and gain * (_LEARNING[end - 1] - _LEARNING[size - 1]) > price:
                 filled = end
         return max(size, min(filled, self._affordable))
 
