@@ -60,9 +60,9 @@ in those of its doublings; 2 is 0.002 worse and 32 0.004, in the worst cell 0.01
 SCORES = 0.35
 """Weight of the scores of a step's nodes; the curve has the rest, as the highest scores are the most overestimated. 0
 is 0.015 worse and 1 0.072; 0.5 is 0.003 better, but 0.05 worse where t(S) has a ledge at 2 and at 8 tokens."""
-LEARNING_GAIN, NEW_LEARNING_GAIN = 0.035, 0.1
-"""Verifying node number n yields `LEARNING_GAIN / sqrt(n)` tokens in later steps, as the memory learns its logits, and
-more where it knows nothing of the context. 0 for both is 0.019 worse, one gain for both 0.005 (a GPU's clock)."""
+LEARNING_GAIN = 0.035
+"""Verifying node number n yields `LEARNING_GAIN / sqrt(n)` tokens in later steps, as the memory learns its logits. 0 is
+0.019 worse."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Most that a text may lose against plain decoding, in plain steps and as a share of its tokens. No share is 0.040
 worse, half a step 0.012, 8 steps 0.004; without a bound the embedded model is 3 to 7 % faster."""
@@ -407,10 +407,12 @@ class Controller:
     def fill_size(self, size: int) -> int:
         """See `FixedBudget`: up to the size of other rows, which is free, and on while learning alone pays for it."""
         size = max(size, self._size)
-        table, filled, gain = self._cost.table, size, NEW_LEARNING_GAIN if self._is_new else LEARNING_GAIN
+        table, filled = self._cost.table, size
         for end in self._sizes(size):
             price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
-            if end > size and gain * (_LEARNING[end - 1] - _LEARNING[size - 1]) > price:
+            # where the memory knows nothing of the context no node is likelier than another: each counts as the first
+            nodes = end - size if self._is_new else _LEARNING[end - 1] - _LEARNING[size - 1]
+            if end > size and LEARNING_GAIN * nodes > price:
                 filled = end
         return max(size, min(filled, self._affordable))
 
