@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
-from lade.backends.grammar.compiled import GrammarBudget
-from lade.grammar import Grammar
+from lade.grammar import GRAMMARS, Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
@@ -201,7 +200,7 @@ class Answer:
         self._formatter, self._sent = make_formatter(self._output), sent or self._body
         self._service.track(self._context, self._formatter.endpoint)
         self._headers: dict[str, str] = {}
-        self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
+        self._budget = GRAMMARS.load().budget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     async def response(self) -> Response:
         """Return the response: whole, a stream, or an error."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
-import torch
-import transformers
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
@@ -22,7 +19,7 @@ from lade.server.completions import ChatFormatter, ChatPreprocessor, CompletionF
 from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
 from lade.server.messages import as_chat as turns_as_chat
-from lade.server.metrics import CONTENT_TYPE
+from lade.server.metrics import CONTENT_TYPE, versions
 from lade.server.middleware import BodyRoute, in_worker_if_large
 from lade.server.request_context import RequestContext
 from lade.server.responses import ResponsesFormatter, ResponsesRequest
@@ -266,8 +263,7 @@ def _described(service: Service, name: str) -> dict[str, Any]:
 @router.get("/version", responses=whole(version=TEXT, torch=TEXT, transformers=TEXT, python=TEXT))
 async def version(request: Request) -> Response:
     """Return versions."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return Json({"version": __version__, **versions, "python": platform.python_version()})
+    return Json({"version": __version__, **versions()})
 
 
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 from lade.config import resolve
 from lade.errors import InputError
-from lade.hf.refusals import precision_note
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded
@@ -85,7 +84,7 @@ class Serving:
         if model.save is not None and not self.memories.serves_file:
             of = "--share none" if settings.share == "none" else "several keys"
             logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
-        if model.lookahead is not None and (note := precision_note(model.model)):
+        if model.lookahead is not None and (note := self.engine.precision_note()):
             logger.warning("%s", note)
 
     @property

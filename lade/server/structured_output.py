@@ -18,17 +18,17 @@ from functools import lru_cache
 from time import thread_time
 from typing import Any, NamedTuple
 
-from lade.backends.grammar.backend import GrammarProcessor, processor_of
-from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
-from lade.backends.grammar.trial import GrammarTrial, TrialError
+from transformers import LogitsProcessor
+
 from lade.errors import InputError, MissingExtraError
-from lade.grammar import Grammar
+from lade.grammar import GRAMMARS, CompileTrial, Grammar, GrammarError, GrammarVocabulary
 from lade.server.errors import INVALID_SCHEMA, invalid, overloaded, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
-MAX_CLIENTS = 16  # most clients whose compiled grammars are kept, up to `KEPT` each
+MAX_CLIENTS = 16  # most clients whose compiled grammars are kept
+_MOST_SLOW = 64  # most failed grammars of a client that are remembered
 RESPONSE_FORMAT = "response_format"
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
@@ -48,12 +48,12 @@ class GrammarCompiler:
 
     def __init__(self, model: ServedModel) -> None:
         self._unavailable = ""  # the reason, if grammars are
-        self._vocabulary: Vocabulary | None = None
-        self._trial: GrammarTrial | None = None
+        self._vocabulary: GrammarVocabulary | None = None
+        self._trial: CompileTrial | None = None
         self._of_client = lru_cache(MAX_CLIENTS)(self._with_trials)  # how soon one compiles tells what is known
         try:
-            self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
-            self._trial = GrammarTrial(self._vocabulary.specials)
+            self._vocabulary = GRAMMARS.load().vocabulary_of_tokenizer(model.tokenizer, model.ends)
+            self._trial = GRAMMARS.load().trial(self._vocabulary.specials)
         except (MissingExtraError, InputError) as problem:
             self._unavailable = str(problem)
 
@@ -66,7 +66,7 @@ class GrammarCompiler:
         finally:
             _serving.reset(token)
 
-    def _with_trials(self, client: str) -> Vocabulary:
+    def _with_trials(self, client: str) -> GrammarVocabulary:
         """Return a vocabulary for one client, whose untried grammars are tried in the process."""
         assert self._vocabulary is not None and self._trial is not None
         trial = self._trial
@@ -74,14 +74,14 @@ class GrammarCompiler:
 
         def try_first(grammar: str) -> None:
             if (why := slow.get(grammar)) is not None:
-                raise SlowGrammarError(why)
+                raise GrammarError(why)
             if not _serving.get()[1]:
                 raise UntriedGrammarError
             try:
                 trial(grammar)
-            except SlowGrammarError as problem:
+            except GrammarError as problem:
                 slow[grammar] = str(problem)
-                if len(slow) > KEPT:
+                if len(slow) > _MOST_SLOW:
                     slow.popitem(last=False)
                 raise
 
@@ -92,17 +92,17 @@ class GrammarCompiler:
         """True if grammars can be used with this tokenizer."""
         return self._vocabulary is not None
 
-    def vocabulary(self, param: str) -> Vocabulary:
+    def vocabulary(self, param: str) -> GrammarVocabulary:
         """Return the vocabulary with the grammars of the client that is served; raise `ApiError` if there is none."""
         if self._vocabulary is None:
             raise unsupported(param, self._unavailable)
         return self._of_client(_serving.get()[0])
 
-    def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
+    def processor(self, grammar: Grammar, param: str, budget: object = None) -> LogitsProcessor:
         """Return the processor of one answer, with its request's mask budget; raise `ApiError` if there is none."""
         try:
-            return processor_of([grammar], self.vocabulary(param), budget)
-        except TrialError as problem:
+            return GRAMMARS.load().processor_of([grammar], self.vocabulary(param), budget)
+        except OSError as problem:
             raise overloaded(f"{param}: {problem}", "grammar_not_tried") from problem
         except InputError as problem:
             raise invalid(param, str(problem), INVALID_SCHEMA) from problem
@@ -228,7 +228,7 @@ class Calls(NamedTuple):
     several: bool  # more than one call is allowed
 
 
-def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
+def requested_calls(body: ChatRequest, vocabulary: GrammarVocabulary) -> Calls | None:
     """Return the tool calls that a request allows; None if unconstrained.
 
     A tool whose schema cannot be compiled accepts any object, unless it is strict.
@@ -276,7 +276,9 @@ def _schema(tool: dict[str, Any]) -> Any:
     return _function(tool).get("parameters") or {"type": "object"}
 
 
-def _arguments_grammar(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Grammar:
+def _arguments_grammar(
+    tool: dict[str, Any], place: str, vocabulary: GrammarVocabulary, length: int, left: int
+) -> Grammar:
     """Return the grammar of a call's arguments; `left` is what remains of the request's limit on schema lengths."""
     try:
         if length > LONGEST_SCHEMA:
@@ -286,14 +288,14 @@ def _arguments_grammar(tool: dict[str, Any], place: str, vocabulary: Vocabulary,
         made = schema_of(_schema(tool))
         vocabulary.compiled(made.source)
     except InputError as problem:
-        if _function(tool).get("strict") or isinstance(problem, SlowGrammarError):
+        if _function(tool).get("strict") or isinstance(problem, GrammarError):
             raise invalid(f"{place}.parameters", str(problem), INVALID_SCHEMA) from problem
         return Grammar.json_object()
     return made
 
 
 def message_grammar(
-    template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: Vocabulary
+    template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: GrammarVocabulary
 ) -> Grammar | None:
     """Return the grammar of the model's whole output after a rendered prompt; None if unconstrained.
 
@@ -318,7 +320,7 @@ def message_grammar(
     return Grammar.nested("\n".join([f"start: {thoughts}({body})", *rules]), parts)
 
 
-def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:
+def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: GrammarVocabulary) -> str:
     """Return the rule of reasoning before the answer, if the prompt has opened it or the model may."""
     opening, closing = _REASONING_TAGS
     before = prompt.rstrip()
@@ -329,7 +331,11 @@ def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: Vo
 
 
 def _body(
-    form: Grammar | None, calls: Calls | None, rules: list[str], parts: dict[str, Grammar], vocabulary: Vocabulary
+    form: Grammar | None,
+    calls: Calls | None,
+    rules: list[str],
+    parts: dict[str, Grammar],
+    vocabulary: GrammarVocabulary,
 ) -> str:
     if form is not None:
         parts["form"] = form
@@ -351,20 +357,20 @@ def _body(
     return f"(before call){'*' if calls.several else '?'} after"
 
 
-def _mark(text: str, vocabulary: Vocabulary) -> str:
+def _mark(text: str, vocabulary: GrammarVocabulary) -> str:
     """Return a tag as a special token, or as text if it is none."""
     special = vocabulary.special_id(text)
     return json.dumps(text) if special is None else f"<[{special}]>"
 
 
-def _until(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
+def _until(name: str, mark: str, vocabulary: GrammarVocabulary) -> list[str]:
     """Return the rule for any text up to a tag, and the tag."""
     if vocabulary.special_id(mark) is None:
         return [f"{name}[suffix={json.dumps(mark)}]: {_ANYTHING}"]
     return [f"{name}: {_ANYTHING} {_mark(mark, vocabulary)}"]
 
 
-def _without(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
+def _without(name: str, mark: str, vocabulary: GrammarVocabulary) -> list[str]:
     """Return the rule for any text without the tag."""
     if vocabulary.special_id(mark) is not None:
         return [f"{name}: {_ANYTHING}"]

@@ -14,6 +14,7 @@ from lade.config import Lookahead
 from lade.errors import UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
 from lade.hf.call import Prediction
+from lade.hf.refusals import precision_note
 from lade.model.facts import ModelFacts
 from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
@@ -196,6 +197,10 @@ class Engine:
     def limit_waiting(self, max_waiting: int) -> None:
         """Set the maximum number of waiting requests from now on; those that wait stay."""
         self._scheduler.max_waiting = max_waiting
+
+    def precision_note(self) -> str:
+        """Return why drafts may change the output, and the remedy; empty if they cannot, and at later calls."""
+        return precision_note(self._model)
 
     def forget_texts(self) -> None:
         """Forget what the texts so far have taught about drafting, as after a warm-up with texts of another kind."""
