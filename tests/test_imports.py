@@ -23,7 +23,7 @@ LAYERS = [
     "backends",
     "tuning",
     "hf testing",
-    "diagnosis serving recipe",
+    "machine serving recipe",
     "embedded server",
     "bench",
     "cli",
@@ -92,26 +92,20 @@ def test_only_the_shell_uses_the_public_names():
     assert {name.split(".")[1] for name in users} <= {"cli", "__main__"}
 
 
-OPEN = "config diagnosis embedded errors files grammar memory recipe server serving stats version"
+OPEN = "config embedded errors files grammar machine memory recipe server serving stats version"
 """Parts of the library that the shell and the server use as its users may; beside these they take public names."""
 INNER = {
     "server": {},
     "cli": {
-        "backends.cpu.invariant": "make_invariant",
-        "backends.cpu.invariant_marker": "invariance_of",
-        "backends.cpu.packing": "folder integers pack",
+        "backends.cpu.packing.folder": "is_packed_folder",
         "backends.cpu.packing.gguf_file": "gguf_file",
-        "backends.cpu.packing.integers": "Int8Linear LayerError",
-        "backends.cpu.packing.panel_products": "panel_for",
         "backends.processes.leader": "connect",
         "backends.processes.team": "dismiss team_of",
         "hf.detokenizer": "Detokenizer",
         "hf.distributed": "follow_until_dismissed",
-        "model.config": "LEARNED_POSITIONS dtype_name",
+        "model.config": "LEARNED_POSITIONS",
         "model.facts": "CACHE",
         "model.prepared": "holds_media placeholder_ids",
-        "model.supports": "unwrap",
-        "tuning.packing_choice": "pack_if_it_pays",
     },
 }
 """What they use of the rest. These lists may only get shorter."""

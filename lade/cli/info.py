@@ -132,21 +132,20 @@ def doctor(
         loading = loading.with_model(wanted.model_argument)
         loading.check()
         loading.check_layout(pack, invariant=invariant)
-        from lade import diagnosis
+        from lade import machine
         from lade.cli.loading import load
 
         term.out.quiet = json
-        found: dict[str, Any] = {"machine": diagnosis.machine(), "versions": versions()}
+        found: dict[str, Any] = {"machine": machine.machine(), "versions": versions()}
         for part, facts in found.items():
             _show(part, facts, term)
         loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=wanted.threads)
-        layout = diagnosis.layout(loaded.model, loaded.undone, invariant=loaded.invariant)
-        found["model"] = {**facts_of(loaded), **layout}
+        found["model"] = {**facts_of(loaded), **machine.layout(loaded.model, loaded.undone)}
         _show("model", found["model"], term)
         if found["model"]["supported"]:
             term.say(f"measuring passes: {wanted.seconds:g} s", "dim")
-            found["curve"] = curve = diagnosis.measured_passes(loaded.model, wanted.cached, wanted.seconds)
-            _show_passes(curve, diagnosis.FREE, term)
+            found["curve"] = curve = machine.measured_passes(loaded.model, wanted.cached, wanted.seconds)
+            _show_passes(curve, machine.FREE, term)
             term.say("answering three prompts with and without drafts", "dim")
             found["trial"] = trial(loaded, curve["sizes"][0]["median_s"], term)
             _show("trial", found["trial"], term)
@@ -240,7 +239,7 @@ def trial(loaded: LoadedModel, pass_s: float, term: Terminal) -> dict[str, Any]:
 
 def advice(found: Mapping[str, Any]) -> list[str]:
     """Return what to change, most important first, given what `lade doctor --json` prints; empty if all is well."""
-    from lade.diagnosis import LACKS_KERNELS
+    from lade.machine import LACKS_KERNELS
 
     here, used, model, lines = found["machine"], found["versions"], found["model"], list[str]()
     if here["kernels"] != "compiled":

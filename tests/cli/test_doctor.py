@@ -7,7 +7,7 @@ import pytest
 import torch
 from pretend import torch_threads
 
-from lade import diagnosis
+from lade import machine
 from lade.cli import info
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.files import Records
@@ -37,7 +37,7 @@ def steady(monkeypatch, tmp_path):
     monkeypatch.setattr(cost_cache, "samples_of", functools.partial(cost_cache.samples_of, clock=lambda: state["now"]))
     monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "cache"))
     monkeypatch.setattr(info, "LONGEST_ANSWER", 24)
-    for module in (cost_cache, diagnosis):
+    for module in (cost_cache, machine):
         monkeypatch.setattr(module, "contention_now", lambda threads: state["contention"])
     return state
 

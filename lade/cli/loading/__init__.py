@@ -14,12 +14,8 @@ import torch
 from torch import distributed as dist
 from transformers import GenerationConfig
 
-from lade import ConfigError, InputError, Memory, UnsupportedModelError, load_gguf
-from lade.backends.cpu.invariant import make_invariant
-from lade.backends.cpu.invariant_marker import invariance_of
-from lade.backends.cpu.packing import folder as packed_folder
-from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing.panel_products import panel_for
+from lade import ConfigError, InputError, Memory, load_gguf, load_packed, machine, supports
+from lade.backends.cpu.packing.folder import is_packed_folder
 from lade.backends.processes.leader import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading.from_pretrained import (
@@ -36,10 +32,8 @@ from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.hf.distributed import follow_until_dismissed
-from lade.model.config import LEARNED_POSITIONS, dtype_name
+from lade.model.config import LEARNED_POSITIONS
 from lade.model.prepared import placeholder_ids
-from lade.model.supports import supports, unwrap
-from lade.tuning.packing_choice import pack_if_it_pays
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -71,27 +65,16 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
-    def packed(self) -> bool:
-        """True if linear layers are prepacked for the CPU."""
-        return packing.packed_layers(self.model) > 0
-
-    @property
     def facts(self) -> dict[str, Any]:
         """Fields about the model that every `--json` prints."""
-        weights = packing.integer_weights(self.model)
-        named = {"model": self.name, "dtype": self.dtype, "packed": self.packed}
-        return {**named, "weights": weights, "invariant": self.invariant}
+        return {"model": self.name, "dtype": self.dtype, **machine.setup_of(self.model)}
 
     @property
     def layout(self) -> str:
         """Weight layout to show after the dtype, such as ", int8, invariant"."""
-        layout = packing.integer_weights(self.model) or ("packed" if self.packed else "")
-        return (f", {layout}" if layout else "") + (", invariant" if self.invariant else "")
-
-    @property
-    def invariant(self) -> bool:
-        """True if the model is batch invariant."""
-        return invariance_of(unwrap(self.model)) is not None
+        found = machine.setup_of(self.model)
+        layout = found["weights"] or ("packed" if found["packed"] else "")
+        return (f", {layout}" if layout else "") + (", invariant" if found["invariant"] else "")
 
     @property
     def context(self) -> int | None:
@@ -160,7 +143,7 @@ def load(
     source = find(loading)
     with downloading(term) if source.download and term.animated else nullcontext():
         term.show_status(f"loading {source.shown}")
-        is_packed = source.is_gguf or (source.local and packed_folder.is_packed_folder(source.name))
+        is_packed = source.is_gguf or (source.local and is_packed_folder(source.name))
         if source.is_gguf:
             model, tokenizer = _load_gguf(source, loading, processes)
         else:
@@ -171,10 +154,22 @@ def load(
             put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
-    undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
-    variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
+    if is_packed:
+        loading = replace(loading, weights=None)
+    undone = _set_up(model, loading, term, pack=False if is_packed and pack is None else pack, invariant=invariant)
+    variant = {**loading.variant, **({"weights": str(machine.setup_of(model)["weights"])} if is_packed else {})}
     defaults = _make_greedy(model, source.shown)
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
+
+
+def _set_up(
+    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, invariant: bool | None
+) -> dict[str, str]:
+    """Pack a model and make it invariant as the options say; return `LoadedModel.undone`."""
+    small = pack is None and loading.model is None  # the embedded model gains nothing from it
+    pack, aside = False if small else pack, functools.partial(term.say, style="dim")
+    undone = machine.set_up(model, pack=pack, weights=loading.weights, invariant=invariant, say=aside)
+    return {**undone, "packed": "the embedded model is too small"} if small and "packed" in undone else undone
 
 
 def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
@@ -202,67 +197,7 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
 
 def is_made_invariant(model: Any, wanted: bool | None) -> bool:
     """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
-    return not _unneeded(model) if wanted is None else wanted
-
-
-def _unneeded(model: Any) -> str:
-    """Return why the shell does not make a model invariant by itself; empty if it does."""
-    if model.device.type != "cpu":
-        return "on a GPU it is not done unasked"
-    if not packing.rounds_visibly(model):
-        return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
-    return make_invariant.refusal(model)
-
-
-def _set_up(
-    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool | None
-) -> dict[str, str]:
-    """Pack the model in place and make it invariant; None for what keeps its text and pays.
-
-    Packing changes the last bits of a model in 16 bits. So by default such a model is packed only together with
-    invariant kernels, which make the text of plain decoding that of drafting.
-
-    Returns:
-        `LoadedModel.undone`.
-    """
-    undone = {"packed": "not asked for"}
-    if loading.weights is not None and not is_packed:
-        term.show_status("packing the weights")
-        packing.pack(model, weights=loading.weights)
-        pack = False
-    elif pack is None and (loading.model is None or is_packed):
-        pack, undone = False, {"packed": "the embedded model is too small"}
-    rounds, on_cpu = packing.rounds_visibly(model), model.device.type == "cpu"
-    wanted = is_made_invariant(model, invariant)
-    packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
-    if packs_in_panels and not packing.packable(model):
-        undone["packed"] = "its layers are small"
-    elif pack or packs_in_panels:
-        term.show_status("packing the weights")
-        packing.pack(model, panels=packs_in_panels)
-        undone["packed"] = ""
-    elif pack is None and on_cpu and not rounds:
-        term.show_status("packing the weights")
-        undone["packed"] = pack_if_it_pays(model) or ""
-    elif pack is None:
-        undone["packed"] = "it would change the last bits: --pack" if on_cpu else "packing is for the CPU"
-    if not wanted:
-        undone["invariant"] = "not asked for" if invariant is False else _unneeded(model)
-    else:
-        term.show_status("checking batch invariance")
-        try:
-            make_invariant.invariant(model)
-        except UnsupportedModelError as problem:
-            if invariant:
-                raise
-            if packs_in_panels:
-                packing.unpack(model)
-                undone["packed"] = "without invariant kernels it would change the last bits: --pack"
-            undone["invariant"] = problem.reason
-            term.say(f"decoded with its own kernels: {problem.reason}", "dim")
-    if packing.packed_layers(model):
-        del undone["packed"]
-    return undone
+    return not machine.uninvariant_reason(model) if wanted is None else wanted
 
 
 def _load_packed(source: ModelSource, loading: Loading) -> Any:
@@ -270,8 +205,8 @@ def _load_packed(source: ModelSource, loading: Loading) -> Any:
     if loading.dtype != "auto":
         raise ConfigError("dtype", loading.dtype, "not available for a packed model")
     _check_packed(loading)
-    model = packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
-    weights = packing.integer_weights(model)
+    model = load_packed(source.name, attn_implementation=loading.attn_implementation)
+    weights = machine.setup_of(model)["weights"]
     if loading.weights not in (None, weights):
         raise ConfigError("weights", loading.weights, f"the model is packed in {weights}")
     return model
