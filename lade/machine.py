@@ -1,4 +1,4 @@
-"""A model on this machine: weights packed and kernels batch-invariant where that pays, and what passes take.
+"""A model on this machine: packed and batch-invariant where that pays, the time of its passes, its processes.
 
 The shell sets models up by it, `lade pack` measures what rounding costs, and `lade doctor` examines all of it.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ from time import time
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from lade.announcements import contention_now
 from lade.backends.cpu.invariant import make_invariant
@@ -31,8 +33,11 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.weight import DOT_PANEL, TILE_PANEL
 from lade.backends.cuda_graphs.backend import capture_refusal
+from lade.backends.processes.leader import connect
+from lade.backends.processes.team import dismiss, team_of
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.hf.distributed import follow_until_dismissed
 from lade.model.config import dtype_name
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
@@ -240,3 +245,39 @@ def measured_passes(model: Any, cached: int, seconds: float) -> dict[str, Any]:
         "saved": str(cost_cache.RECORDS.path_of(key)) if cost_cache.use(inner, key, cost) else None,
         "sizes": [{"size": n, "passes": len(samples[n]), "median_s": middle} for n, middle in medians.items()],
     }
+
+
+def join_processes() -> int:
+    """Join the processes of torchrun and return their number; 1 without torchrun."""
+    if not dist.is_available() or not dist.is_torchelastic_launched():
+        return 1
+    connect()
+    return dist.get_world_size()
+
+
+def is_first_process() -> bool:
+    """Return True in the process of rank 0."""
+    return dist.get_rank() == 0
+
+
+@contextmanager
+def leading(model: Any, processes: int) -> Iterator[bool]:
+    """Yield True in the first process; the others follow its passes until its block ends, and then get False.
+
+    The followers ignore SIGTERM and Ctrl-C, which torchrun sends to all: the first process may have work to finish.
+    """
+    if processes == 1:
+        yield True
+        return
+    team_of(model)  # these are collective calls, due in every process before its first generation
+    supports(model)
+    if is_first_process():
+        try:
+            yield True
+        finally:
+            dismiss(model)
+        return
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    follow_until_dismissed(model)
+    yield False

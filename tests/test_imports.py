@@ -99,12 +99,8 @@ INNER = {
     "cli": {
         "backends.cpu.packing.folder": "is_packed_folder",
         "backends.cpu.packing.gguf_file": "gguf_file",
-        "backends.processes.leader": "connect",
-        "backends.processes.team": "dismiss team_of",
         "hf.detokenizer": "Detokenizer",
-        "hf.distributed": "follow_until_dismissed",
         "model.config": "LEARNED_POSITIONS",
-        "model.facts": "CACHE",
         "model.prepared": "holds_media placeholder_ids",
     },
 }

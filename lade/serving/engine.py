@@ -111,7 +111,8 @@ class Engine:
             if led is not None:
                 led.end(problem=problem)
             raise
-        self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
+        capacity = batch.running.capacity
+        self.token_bytes, self.max_tokens = capacity.token_bytes, capacity.max_tokens
         self._scheduler = Scheduler(batch, max_waiting, None if led is None else led.close)
         self._finalizer = weakref.finalize(self, self._scheduler.close)  # on collection and at exit
 

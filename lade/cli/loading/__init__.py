@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from transformers import GenerationConfig
 
-from lade import ConfigError, InputError, Memory, load_gguf, load_packed, machine, supports
+from lade import ConfigError, InputError, Memory, load_gguf, load_packed, machine
 from lade.backends.cpu.packing.folder import is_packed_folder
-from lade.backends.processes.leader import connect
-from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading.from_pretrained import (
     ModelSource,
     downloading,
@@ -31,7 +27,6 @@ from lade.cli.loading.from_pretrained import (
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.hf.distributed import follow_until_dismissed
 from lade.model.config import LEARNED_POSITIONS
 from lade.model.prepared import placeholder_ids
 
@@ -195,11 +190,6 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
     return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer) if memory.exists() else Memory())
 
 
-def is_made_invariant(model: Any, wanted: bool | None) -> bool:
-    """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
-    return not machine.uninvariant_reason(model) if wanted is None else wanted
-
-
 def _load_packed(source: ModelSource, loading: Loading) -> Any:
     """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
     if loading.dtype != "auto":
@@ -256,42 +246,7 @@ def join_processes(term: Terminal) -> int:
 
     All but the first write nothing but errors from then on.
     """
-    if not dist.is_available() or not dist.is_torchelastic_launched():
-        return 1
-    connect()
-    if dist.get_rank():
+    processes = machine.join_processes()
+    if processes > 1 and not machine.is_first_process():
         term.mute()
-    return dist.get_world_size()
-
-
-def is_first_process() -> bool:
-    """Return True in the process of rank 0."""
-    return dist.get_rank() == 0
-
-
-def prepare_split_model(model: Any) -> None:
-    """Make the collective calls that a split model needs in every process before its first generation."""
-    team_of(model)
-    supports(model)
-
-
-@contextmanager
-def leading(model: Any, processes: int) -> Iterator[bool]:
-    """Yield True in the first process; the others follow its passes until its block ends, and then get False.
-
-    The followers ignore SIGTERM and Ctrl-C, which torchrun sends to all: the first process may have work to finish.
-    """
-    if processes == 1:
-        yield True
-        return
-    prepare_split_model(model)
-    if is_first_process():
-        try:
-            yield True
-        finally:
-            dismiss(model)
-        return
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
-    follow_until_dismissed(model)
-    yield False
+    return processes
