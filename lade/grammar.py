@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -127,8 +127,7 @@ class Grammar:
             MissingExtraError: llguidance is not installed.
         """
         ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ()
-        grammars = GRAMMARS.load()
-        return grammars.processor_of([self], grammars.vocabulary_of_tokenizer(tokenizer, ends))
+        return GRAMMARS.load().processor_for([self], tokenizer, ends)
 
 
 GrammarArgument: TypeAlias = Grammar | Sequence[Grammar]
@@ -139,42 +138,10 @@ class GrammarError(InputError):
     """A grammar takes too long to compile, or an answer cannot follow it any further."""
 
 
-class GrammarVocabulary(Protocol):
-    """The tokens of a tokenizer, with the grammars compiled for it. Thread-safe."""
-
-    specials: tuple[str, ...]  # texts of special tokens
-
-    def special_id(self, text: str) -> int | None:
-        """Return the id of a special token, which no text of a grammar matches; None if `text` is not one."""
-
-    def compiled(self, grammar: str) -> object:
-        """Compile the source of a grammar, once; raise `InputError` if it is invalid or exceeds limits."""
-
-    def with_trial(self, trial: Callable[[str], None]) -> GrammarVocabulary:
-        """Return a copy with a cache of its own, whose grammars must pass a trial before they are compiled."""
-
-
-class CompileTrial(Protocol):
-    """Compiles a grammar's source in a process of its own, which is killed if that takes too long. Thread-safe."""
-
-    def __call__(self, grammar: str) -> None:
-        """Raise `GrammarError` for a grammar that takes too long, and `OSError` if it could not be tried."""
-
-    def close(self) -> None:
-        """End the process; the next call starts a new one."""
-
-
-class _MaskBudget(Protocol):
-    def spend(self, seconds: float) -> None: ...
-
-
 class _Grammars(Protocol):
     @property
     def processor(self) -> type[LogitsProcessor]: ...
-    def processor_of(self, grammars: Sequence[Grammar], vocabulary: Any, budget: Any = None) -> LogitsProcessor: ...
-    def budget(self, seconds: float, token_seconds: float) -> _MaskBudget: ...
-    def vocabulary_of_tokenizer(self, tokenizer: Any, ends: Iterable[int]) -> GrammarVocabulary: ...
-    def trial(self, specials: Iterable[str]) -> CompileTrial: ...
+    def processor_for(self, grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]) -> LogitsProcessor: ...
     def with_grammar(
         self, model: PreTrainedModel, grammar: GrammarArgument, arguments: dict[str, Any]
     ) -> dict[str, Any]: ...

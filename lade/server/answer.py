@@ -17,23 +17,20 @@ from typing import Any, ClassVar
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
-from lade.grammar import GRAMMARS, Grammar
+from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
-from lade.server.request_context import (
-    ClientDisconnectedError,
-    RequestContext,
-    timeout_of,
-)
+from lade.server.request_context import ClientDisconnectedError, RequestContext, timeout_of
 from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import STREAM_HEADERS, Json
 from lade.server.service import Service, Serving
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
-from lade.server.structured_output import UntriedGrammarError, check_ends, requested_grammar
+from lade.server.structured_output import check_ends, requested_grammar
+from lade.serving.request import GrammarCompiler, UntriedGrammarError, serving_client
 
 
 class Preprocessor(ABC):
@@ -200,7 +197,6 @@ class Answer:
         self._formatter, self._sent = make_formatter(self._output), sent or self._body
         self._service.track(self._context, self._formatter.endpoint)
         self._headers: dict[str, str] = {}
-        self._budget = GRAMMARS.load().budget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     async def response(self) -> Response:
         """Return the response: whole, a stream, or an error."""
@@ -274,8 +270,13 @@ class Answer:
     def _prepare(self, *, tries: bool = False) -> list[Choice]:
         """Render, tokenize and submit all choices. Called in a worker thread."""
         client = "" if self._service.settings.share == "all" else self._context.owner
-        with self._serving.grammars.serving(client, tries=tries):
+        with serving_client(client, tries=tries):
             return self._choices()
+
+    @cached_property
+    def _budget(self) -> Any:
+        """The time for following grammars, which all choices share."""
+        return GrammarCompiler.budget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     def _choices(self) -> list[Choice]:
         body, serving, context = self._body, self._serving, self._serving.context or sys.maxsize

@@ -175,11 +175,11 @@ class ChatPreprocessor(Preprocessor):
                 return None
         elif markup.has_other_reasoning:
             raise unsupported(param, "grammars do not support this model's reasoning markup: leave it out")
-        vocabulary = grammars.vocabulary(param)
+        compiler = grammars.compiler(param)
         if form is not None:
             grammars.processor(form, param)  # alone first, so that an error names the format, not the whole message
-        calls = requested_calls(body, vocabulary)
-        made = message_grammar(serving.model.chat_template, prompt.text, form, calls, vocabulary)
+        calls = requested_calls(body, compiler)
+        made = message_grammar(serving.model.chat_template, prompt.text, form, calls, compiler)
         return None if made is None else (made, param)
 
 

@@ -26,7 +26,7 @@ from lade.server.output_parser import Markup
 from lade.server.request_context import RequestContext
 from lade.server.served_model import ServedModel, TokenText
 from lade.server.settings import Settings
-from lade.server.structured_output import GrammarCompiler
+from lade.server.structured_output import ServedGrammars
 from lade.server.tenants import Quotas, TenantMemories
 from lade.serving.engine import Engine
 from lade.serving.snapshot import EngineSnapshot
@@ -80,7 +80,7 @@ class Serving:
             max_tokens=settings.max_tokens,
             prefix_cache=0 if settings.share == "none" else settings.prefix_cache,
         )
-        self.grammars = GrammarCompiler(model)
+        self.grammars = ServedGrammars(model)
         if model.save is not None and not self.memories.serves_file:
             of = "--share none" if settings.share == "none" else "several keys"
             logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)

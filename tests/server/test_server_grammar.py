@@ -24,7 +24,7 @@ from served import (
 )
 
 from lade import Grammar
-from lade.backends.grammar.backend import GrammarBackend
+from lade.backends.grammar import trial as trials
 from lade.backends.grammar.compiled import GrammarBudget, vocabulary_of_tokenizer
 from lade.grammar import GrammarError
 from lade.server.errors import ApiError
@@ -32,6 +32,7 @@ from lade.server.keys import Key, Keys
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
 from lade.server.structured_output import message_grammar, requested_calls, requested_grammar
+from lade.serving.request import GrammarCompiler
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -201,7 +202,7 @@ class HeldTrial:
 def held(monkeypatch):
     """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
     trial = HeldTrial()
-    monkeypatch.setattr(GrammarBackend, "trial", lambda backend, specials: trial)
+    monkeypatch.setattr(trials, "GrammarTrial", lambda specials: trial)
     with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
         try:
             yield server, trial, lambda *given: threads.submit(ask, server, *given)
@@ -268,7 +269,8 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_tried(held):
 
 
 def test_a_grammar_that_takes_too_long_to_follow_ends_its_request_alone(monkeypatch):
-    monkeypatch.setattr(GrammarBackend, "budget", lambda *_: GrammarBudget(0.0, 0.0))
+    exhausted = GrammarBudget(0.0, 0.0)
+    monkeypatch.setattr(GrammarCompiler, "budget", lambda *_: exhausted)
     with running() as server:
         answer = server.chat(structured_outputs={"choice": ["yes", "no"]}, max_tokens=4)
         error = answer.json()["error"]

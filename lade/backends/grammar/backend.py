@@ -13,7 +13,6 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 from lade.backends.grammar.compiled import GrammarBudget, Matcher, Vocabulary, vocabulary_of_tokenizer
-from lade.backends.grammar.trial import GrammarTrial
 from lade.errors import InputError
 from lade.grammar import GRAMMARS, Grammar, GrammarArgument, GrammarError
 from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocabulary_of
@@ -146,6 +145,11 @@ def processor_of(
     return GrammarProcessor([Matcher(vocabulary, grammar.source, budget) for grammar in grammars], vocabulary)
 
 
+def processor_for(grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]) -> GrammarProcessor:
+    """Return the processor of grammars for one tokenizer; see `Grammar.processor`."""
+    return processor_of(grammars, vocabulary_of_tokenizer(tokenizer, ends))
+
+
 class GrammarConstraint:
     """The `Constraint` of one row.
 
@@ -241,10 +245,7 @@ class GrammarBackend:
     constraints_for = staticmethod(constraints_for)
     with_grammar = staticmethod(with_grammar)
     processor = GrammarProcessor
-    budget = GrammarBudget
-    processor_of = staticmethod(processor_of)
-    vocabulary_of_tokenizer = staticmethod(vocabulary_of_tokenizer)
-    trial = GrammarTrial
+    processor_for = staticmethod(processor_for)
 
 
 GRAMMARS.fill(GrammarBackend())
