@@ -174,9 +174,7 @@ def stop_ids(model: Any) -> set[int]:
 
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
     """Return the finish reason of a generation that was not interrupted; see `Generation`."""
-    if len(run.token_ids) < room:
-        return "stop"
-    if run.token_ids[-1] in stop_ids(loaded.model):
+    if len(run.token_ids) < room or run.token_ids[-1] in stop_ids(loaded.model):
         return "stop"
     if not run.choices.stop:
         return "length"

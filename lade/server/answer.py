@@ -121,6 +121,10 @@ class ChunkFormatter(Formatter):
         made = self.increment(choice, delta)
         return {"index": choice.index, **made, "finish_reason": None, **self._ids(delta.tokens)}
 
+    def prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the ids of the prompt, if they are wanted."""
+        return {"prompt_token_ids": choice.prompt.ids} if self.output.body.return_token_ids else {}
+
     def _ids(self, tokens: list[int]) -> dict[str, Any]:
         return {"token_ids": tokens} if self.output.body.return_token_ids else {}
 

@@ -14,16 +14,7 @@ from transformers import GenerationConfig
 
 from lade import ConfigError, InputError, Memory, load_gguf, load_packed, machine
 from lade.backends.cpu.packing.folder import is_packed_folder
-from lade.cli.loading.from_pretrained import (
-    ModelSource,
-    downloading,
-    find,
-    load_model,
-    load_processor,
-    load_tokenizer,
-    put_adapter,
-    quiet,
-)
+from lade.cli.loading import from_pretrained as checkpoint
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
@@ -132,21 +123,21 @@ def load(
         loading.check_split(pack=pack, invariant=invariant)
     if processes > 1 or loading.attn_implementation is not None:
         invariant = bool(invariant)
-    term.closing.enter_context(nullcontext() if term.debug else quiet())
+    term.closing.enter_context(nullcontext() if term.debug else checkpoint.quiet())
     target = _target(loading, processes)
     term.show_status(f"looking for {loading.name}")
-    source = find(loading)
-    with downloading(term) if source.download and term.animated else nullcontext():
+    source = checkpoint.find(loading)
+    with checkpoint.downloading(term) if source.download and term.animated else nullcontext():
         term.show_status(f"loading {source.shown}")
         is_packed = source.is_gguf or (source.local and is_packed_folder(source.name))
         if source.is_gguf:
             model, tokenizer = _load_gguf(source, loading, processes)
         else:
-            tokenizer, given = load_tokenizer(source, loading), (source, loading)
-            model = _load_packed(*given) if is_packed else load_model(*given, target, images, processes)
-        processor = functools.cache(functools.partial(load_processor, source, loading))
+            tokenizer, given = checkpoint.load_tokenizer(source, loading), (source, loading)
+            model = _load_packed(*given) if is_packed else checkpoint.load_model(*given, target, images, processes)
+        processor = functools.cache(functools.partial(checkpoint.load_processor, source, loading))
         if loading.adapter is not None:
-            put_adapter(model, loading, source)
+            checkpoint.put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
     if is_packed:
@@ -190,7 +181,7 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
     return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer) if memory.exists() else Memory())
 
 
-def _load_packed(source: ModelSource, loading: Loading) -> Any:
+def _load_packed(source: checkpoint.ModelSource, loading: Loading) -> Any:
     """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
     if loading.dtype != "auto":
         raise ConfigError("dtype", loading.dtype, "not available for a packed model")
@@ -202,7 +193,7 @@ def _load_packed(source: ModelSource, loading: Loading) -> Any:
     return model
 
 
-def _load_gguf(source: ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
+def _load_gguf(source: checkpoint.ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
     """Load model and tokenizer from a GGUF file, which fixes device and quantization."""
     if processes > 1:
         raise InputError(f"model file {source.shown!r} cannot be split over processes: run it without torchrun")
