@@ -167,7 +167,7 @@ def _bytes(model: Any) -> int:
     return dense + sum(module.nbytes for module in in_integers)
 
 
-def machine() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     """Return facts about hardware and compiled kernels."""
     kernels = "compiled"
     if library() is None:

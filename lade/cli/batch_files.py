@@ -95,10 +95,6 @@ class Results:
 
     With `resume` a file that has lines is continued.
 
-    Attributes:
-        path: location of the file.
-        unanswered: requests without a successful response.
-
     Raises:
         ConfigError: the path cannot be written.
         InputError: the file has lines and `resume` is False, or a line is not a JSON object, or answers none of the
@@ -122,7 +118,7 @@ class Results:
             if _is_success(line):
                 self._succeeded.append(line)
         answered = {line["custom_id"] for line in self._succeeded}
-        self.unanswered = [request for request in requests if request.custom_id not in answered]
+        self.unanswered = [each for each in requests if each.custom_id not in answered]  # or not successfully
 
     def drop_failures(self) -> None:
         """Rewrite the file, atomically, without failed responses and without a torn last line."""

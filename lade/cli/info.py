@@ -136,7 +136,7 @@ def doctor(
         from lade.cli.loading import load
 
         term.out.quiet = json
-        found: dict[str, Any] = {"machine": machine.machine(), "versions": versions()}
+        found: dict[str, Any] = {"machine": machine.hardware(), "versions": versions()}
         for part, facts in found.items():
             _show(part, facts, term)
         loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=wanted.threads)

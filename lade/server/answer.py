@@ -24,7 +24,7 @@ from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import ClientDisconnectedError, RequestContext, timeout_of
-from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
+from lade.server.sampling_parameters import SEEDS, generate_arguments, lookahead_of
 from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import STREAM_HEADERS, Json
 from lade.server.service import Service, Serving
@@ -297,7 +297,7 @@ class Answer:
                 raise self._formatter.too_long(len(prompt.ids), context)
             for _ in range(body.n):
                 index = len(choices)
-                seed = seed_of(self._output.seed, index % body.n)
+                seed = (self._output.seed + index % body.n) % SEEDS
                 arguments = {**self._arguments(prompt), **prompt.media}
                 handle = serving.engine.add(prompt.ids, place=next(slots), seed=seed, **arguments)
                 ends, silent = frozenset(body.stop_token_ids or ()), body.most_tokens == 0
