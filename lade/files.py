@@ -18,6 +18,7 @@ import platformdirs
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # that are opened: Pillow has EPS, too, which is executed
 MAX_AGE_S = 30 * 24 * 3600.0
 """Age at which a record of `Records` is made anew."""
 

@@ -127,19 +127,21 @@ class Grammar:
             MissingExtraError: llguidance is not installed.
         """
         ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ()
-        return GRAMMARS.load().processor_of_tokenizer([self], tokenizer, ends)
+        return GRAMMARS.load().processor_for([self], tokenizer, ends)
 
 
 GrammarArgument: TypeAlias = Grammar | Sequence[Grammar]
 """One grammar for all prompts, or one per prompt of a batch."""
 
 
+class GrammarError(InputError):
+    """A grammar takes too long to compile, or an answer cannot follow it any further."""
+
+
 class _Grammars(Protocol):
     @property
     def processor(self) -> type[LogitsProcessor]: ...
-    def processor_of_tokenizer(
-        self, grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]
-    ) -> LogitsProcessor: ...
+    def processor_for(self, grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]) -> LogitsProcessor: ...
     def with_grammar(
         self, model: PreTrainedModel, grammar: GrammarArgument, arguments: dict[str, Any]
     ) -> dict[str, Any]: ...

@@ -124,7 +124,7 @@ def run(service: Service, results: Results, total: int, term: Terminal) -> None:
                 failed += not results.write(request, reply)
                 answered += 1
                 bar.update(task, completed=answered)
-                term.tell_progress(f"{answered} of {total} requests")
+                term.status.tell(f"{answered} of {total} requests")
 
     with Interrupt() as interrupt:
         try:

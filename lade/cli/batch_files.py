@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lade import ConfigError, InputError
 from lade.cli.options import check_out
-from lade.cli.prompts import read_utf8
+from lade.cli.prompts import json_lines, read_utf8
 from lade.files import write_whole
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Request:
 
 def read_requests(path: Path) -> list[Request]:
     """Return all requests of a file, skipping empty lines; or raise `InputError`, also for a `custom_id` used twice."""
-    requests = list(_parsed(read_utf8(path, "request file").split("\n"), path))
+    lines = json_lines(read_utf8(path, "request file"), path, "write one object per line")
+    requests = [_request(value, place, number) for number, place, value in lines]
     if not requests:
         raise InputError(f"{str(path)!r} has no requests: write one per line")
     lines_of: dict[str, int] = {}
@@ -58,18 +59,6 @@ def read_requests(path: Path) -> list[Request]:
             why = f"custom_id {request.custom_id[:_LONGEST_SHOWN]!r} is used by line {before}: make it unique"
             raise InputError(f"{str(path)!r} line {request.number}: {why}")
     return requests
-
-
-def _parsed(lines: list[str], path: Path) -> Iterator[Request]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{str(path)!r} line {number}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            raise InputError(f"{place} is not JSON ({problem}): write one object per line") from None
-        yield _request(value, place, number)
 
 
 def _request(value: Any, place: str, number: int) -> Request:
@@ -106,10 +95,6 @@ class Results:
 
     With `resume` a file that has lines is continued.
 
-    Attributes:
-        path: location of the file.
-        unanswered: requests without a successful response.
-
     Raises:
         ConfigError: the path cannot be written.
         InputError: the file has lines and `resume` is False, or a line is not a JSON object, or answers none of the
@@ -133,7 +118,7 @@ class Results:
             if _is_success(line):
                 self._succeeded.append(line)
         answered = {line["custom_id"] for line in self._succeeded}
-        self.unanswered = [request for request in requests if request.custom_id not in answered]
+        self.unanswered = [each for each in requests if each.custom_id not in answered]  # or not successfully
 
     def drop_failures(self) -> None:
         """Rewrite the file, atomically, without failed responses and without a torn last line."""

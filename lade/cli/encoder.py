@@ -12,7 +12,8 @@ from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line
-from lade.model.prepared import IMAGE_FORMATS, holds_media
+from lade.files import IMAGE_FORMATS
+from lade.model.prepared import holds_media
 
 _TOKEN_ARGUMENTS = ("input_ids", "attention_mask")
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"

@@ -118,7 +118,8 @@ def generate(
         grammar = form.read()
         predicted = asked.prediction(prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
-        from lade.cli.loading import join_processes, leading, load, with_memory
+        from lade.cli.loading import join_processes, load, with_memory
+        from lade.machine import leading
 
         split, pack, invariant = join_processes(term), speed.pack, speed.invariant
         loaded = load(loading, term=term, pack=pack, images=bool(asked.image), invariant=invariant, processes=split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import lade
+from lade.cli.demo import questions_for
 from lade.cli.options import Checked, Takes, options_in
 from lade.cli.options import decoding as options
-from lade.cli.terminal import Terminal, terminal
+from lade.cli.options.model import Template
+from lade.cli.prompts import Prompt
+from lade.cli.terminal import Terminal, count, terminal
+from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
 
 if TYPE_CHECKING:
     from lade.cli.loading import LoadedModel
@@ -127,27 +132,24 @@ def doctor(
         loading = loading.with_model(wanted.model_argument)
         loading.check()
         loading.check_layout(pack, invariant=invariant)
-        from lade.cli import diagnosis
+        from lade import machine
         from lade.cli.loading import load
 
         term.out.quiet = json
-        found: dict[str, Any] = {"machine": diagnosis.machine(), "versions": diagnosis.versions()}
+        found: dict[str, Any] = {"machine": machine.hardware(), "versions": versions()}
         for part, facts in found.items():
             _show(part, facts, term)
         loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=wanted.threads)
-        found["model"] = {**facts_of(loaded), **diagnosis.layout(loaded)}
+        found["model"] = {**facts_of(loaded), **machine.layout(loaded.model, loaded.undone)}
         _show("model", found["model"], term)
         if found["model"]["supported"]:
             term.say(f"measuring passes: {wanted.seconds:g} s", "dim")
-            curve = diagnosis.measured_curve(loaded, wanted.cached, wanted.seconds)
-            found["curve"] = curve.as_dict()
-            _title(curve.title, term)
-            term.out.print(curve.table())
-            term.say(f"saved to {curve.saved}" if curve.saved else "not saved", "dim")
+            found["curve"] = curve = machine.measured_passes(loaded.model, wanted.cached, wanted.seconds)
+            _show_passes(curve, machine.FREE, term)
             term.say("answering three prompts with and without drafts", "dim")
-            found["trial"] = diagnosis.trial(loaded, curve, term)
+            found["trial"] = trial(loaded, curve["sizes"][0]["median_s"], term)
             _show("trial", found["trial"], term)
-        found["advice"] = diagnosis.advice(found)
+        found["advice"] = advice(found)
         _title("what to change", term)
         for line in found["advice"] or ["nothing: all is well"]:
             term.out.print(Text(f"- {line}"))
@@ -163,3 +165,124 @@ def _title(text: str, term: Terminal) -> None:
 def _show(part: str, facts: Mapping[str, Any], term: Terminal) -> None:
     _title(part, term)
     show_facts({name: value for name, value in facts.items() if value is not None}, term)
+
+
+def versions() -> dict[str, str]:
+    """Return versions, and the newest of transformers that was tested."""
+    import torch
+    import transformers
+
+    return {
+        "lade": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tested_transformers": ".".join(map(str, TESTED_TRANSFORMERS)),
+    }
+
+
+def _show_passes(curve: Mapping[str, Any], free: float, term: Terminal) -> None:
+    """Print the times of passes as a table with bars, those of free passes in green."""
+    price = f"{count(curve['free_tokens'], 'token')} for the price of one (up to {free:g} times)"
+    _title(f"passes over {count(curve['cached'], 'cached token')}: {price}", term)
+    table = Table(
+        *(Column(name, justify="right") for name in ("tokens", "ms", "relative")), "", box=None, pad_edge=False
+    )
+    medians = {each["size"]: each["median_s"] for each in curve["sizes"]}
+    for size, middle in medians.items():
+        bar = "█" * max(1, round(_BAR_WIDTH * middle / max(medians.values())))
+        style = "green" if size <= curve["free_tokens"] else "cyan"
+        table.add_row(str(size), f"{1e3 * middle:.2f}", f"{middle / medians[1]:.2f}", Text(bar, style))
+    term.out.print(table)
+    term.say(f"saved to {curve['saved']}" if curve["saved"] else "not saved", "dim")
+
+
+TRIAL_S = 30.0
+LONGEST_ANSWER, SHORTEST_ANSWER, _WARMUP_TOKENS = 96, 24, 8
+_BAR_WIDTH = 32
+_DEAR, _SHORT_S, _SMALL, _LARGE = 3.0, 0.003, 1.05, 10**8
+
+
+def trial(loaded: LoadedModel, pass_s: float, term: Terminal) -> dict[str, Any]:
+    """Answer three prompts plainly and with drafts, in turn, as short as the time of a pass tells; compare the two."""
+    from lade.cli.encoder import Encoder
+    from lade.cli.run import Generation, decode
+
+    def answer(prompt: list[int], method: Any, tokens: int) -> Generation:
+        run = decode(loaded, prompt, lookahead=method, max_new_tokens=tokens, term=term, on_step=lambda step: None)
+        if run.interrupted:
+            raise KeyboardInterrupt
+        return run
+
+    encoder, plain, drafted = Encoder(loaded, Template()), Generation(), Generation()
+    prompts = [encoder(Prompt(text)) for text in questions_for(encoder)]
+    longest = int(TRIAL_S / (2 * len(prompts) * pass_s))
+    tokens, same = min(LONGEST_ANSWER, max(SHORTEST_ANSWER, longest)), True
+    for method in (None, "auto"):  # first calls compile
+        answer(prompts[0], method, _WARMUP_TOKENS)
+    for prompt in prompts:
+        without, with_drafts = answer(prompt, None, tokens), answer(prompt, "auto", tokens)
+        same &= without.token_ids == with_drafts.token_ids
+        plain.absorb(without)
+        drafted.absorb(with_drafts)
+    before, after = plain.tokens_per_s, drafted.tokens_per_s
+    return {
+        "tokens": drafted.stats.new_tokens,
+        "tokens_per_step": drafted.stats.tokens_per_step,
+        "plain_tokens_per_s": before,
+        "tokens_per_s": after,
+        "speedup": after / before if before and after else None,
+        "same_tokens": same,
+        "explanation": drafted.stats.explain(),
+    }
+
+
+def advice(found: Mapping[str, Any]) -> list[str]:
+    """Return what to change, most important first, given what `lade doctor --json` prints; empty if all is well."""
+    from lade.machine import LACKS_KERNELS
+
+    here, used, model, lines = found["machine"], found["versions"], found["model"], list[str]()
+    if here["kernels"] != "compiled":
+        lines.append(f"The compiled kernels are {here['kernels']}, {LACKS_KERNELS}.")
+    if model["contention"]:
+        lines.append(model["contention"])
+    if minor_version(used["transformers"]) > TESTED_TRANSFORMERS:
+        newer = f"transformers {used['transformers']} is newer than was tested"
+        lines.append(f"{newer}: install {used['tested_transformers']}.")
+    lines += _advice_on_model(here, model)
+    return lines + (_advice_on_speed(found) if "trial" in found else [])
+
+
+def _advice_on_model(here: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    on_cpu, large = model["device"] == "cpu", model["parameters"] >= _LARGE
+    lines = []
+    if not model["supported"]:
+        lines.append(f"The model is decoded plainly: {model['reason']}. docs/models.md lists what is supported.")
+    if on_cpu and here["gpu"]:
+        lines.append(f"The model is on the CPU, and there is a GPU ({here['gpu']}): --device cuda.")
+    if not on_cpu and not model["captured"]:
+        lines.append(f"Passes are launched one kernel at a time: {model['not_captured']}.")
+    elif not on_cpu and not model["fused"]:
+        lines.append(f"Passes are not fused into few kernels, which takes a third longer: {model['not_fused']}.")
+    if on_cpu and large and model["threads"] < here["cores"] and not model["contention"]:
+        cores = here["cores"]
+        lines.append(f"torch uses {model['threads']} of {cores} cores: OMP_NUM_THREADS={cores} if they idle.")
+    if on_cpu and large and model["dtype"] == "float32" and here["bfloat16_products"] != "oneDNN":
+        lines.append("In bfloat16 (--dtype bfloat16) passes read half as many bytes; the text may differ.")
+    return lines
+
+
+def _advice_on_speed(found: Mapping[str, Any]) -> list[str]:
+    tried, model, times = found["trial"], found["model"], found["curve"]["sizes"]
+    one, eight = (next((each["median_s"] for each in times if each["size"] == size), 0.0) for size in (1, 8))
+    lines = []
+    if not tried["same_tokens"]:
+        lines.append("Texts with and without drafts differ, as scores tie in 16 bits: --invariant, or --dtype float32.")
+    if eight > _DEAR * one:
+        packing = "" if model["packed_layers"] else ": on a CPU try --pack or --weights int8"
+        lines.append(f"A pass over 8 tokens takes {eight / one:.1f} times as long as over one{packing}.")
+    if one < _SHORT_S:
+        lines.append(f"A pass takes {1e3 * one:.1f} ms, of which drafting takes a good part: larger models gain more.")
+    if (tried["speedup"] or 0.0) < _SMALL:
+        lines.append("Drafts did not pay here. A memory helps if texts resemble each other: lade warm.")
+    return lines

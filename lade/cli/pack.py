@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, count, terminal
 
 if TYPE_CHECKING:
-    from lade.backends.cpu.packing.integers import LayerError
     from lade.cli.loading import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
@@ -67,11 +65,11 @@ def pack(wanted: PackOptions, *, loading: options.Loading, json: options.Json = 
         if loaded.variant.get("weights"):
             raise InputError(f"model {loaded.name!r} is packed already: give the original")
         ids = [] if wanted.check is None else _encoded(loaded, text, wanted.check, wanted.tokens)
-        facts, errors = _packed(loaded, wanted, loading.weights or "", ids, term)
+        facts = _packed(loaded, wanted, loading.weights or "", ids, term)
         if json:
-            term.write_json({**facts, "errors": [asdict(error) for error in errors]})
+            term.write_json(facts)
         else:
-            _show(facts, errors, term)
+            _show(facts, term)
 
 
 def _listed(names: list[str]) -> str:
@@ -80,7 +78,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"
 
 
-def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> None:
+def _show(facts: dict[str, Any], term: Terminal) -> None:
+    errors = facts["errors"]
     kept = f", kept in {facts['dtype']}: {_listed(facts['kept_layers'])}" if facts["kept_layers"] else ""
     lines = [f"{facts['model']}: layers in {facts['weights']}: {facts['int8_layers'] + facts['int4_layers']}{kept}"]
     lines.append(f"{decimal(facts['bytes_before'])} -> {decimal(facts['bytes_after'])}")
@@ -91,10 +90,10 @@ def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> No
         term.out.print(Text(line))
     if errors:
         term.out.print(Text(f"relative errors, the largest of {len(errors)}:"))
-        worst = sorted(errors, key=lambda error: -error.outputs)
+        worst = sorted(errors, key=lambda error: -error["outputs"])
         table = Table("layer", "weights", "outputs", box=None)
         for error in worst[:_SHOWN]:
-            table.add_row(Text(error.name), f"{error.weights:.2%}", f"{error.outputs:.2%}")
+            table.add_row(Text(error["name"]), f"{error['weights']:.2%}", f"{error['outputs']:.2%}")
         term.out.print(table)
     if facts["saved"]:
         term.say(f"saved to {facts['saved']}; use it:  lade generate --model {facts['saved']}", "dim")
@@ -103,52 +102,17 @@ def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> No
 LONGEST_WINDOW = 1024
 
 
-def _packed(
-    loaded: LoadedModel, wanted: PackOptions, weights: str, ids: list[int], term: Terminal
-) -> tuple[dict[str, Any], list[LayerError]]:
-    """Pack a model; return the fields that `--json` prints, and the errors of layers on the text of `ids`, if any."""
-    from lade.backends.cpu.packing import integers
-    from lade.backends.cpu.packing import pack as packing
+def _packed(loaded: LoadedModel, wanted: PackOptions, weights: str, ids: list[int], term: Terminal) -> dict[str, Any]:
+    """Pack a model, and save it if asked to; return the fields that `--json` prints."""
+    from lade import machine
 
-    model, keep = loaded.model, wanted.keep or ()
-    errors: list[LayerError] = []
-    facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
-    before, window = _bytes(model), min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
-    _check(model, weights, keep, wanted.save)
-    if ids:
-        term.show_status("reading the text with the model as it is")
-        before_packing = integers.perplexity(model, ids, window)
-        facts |= {"tokens": len(ids), "window": window, "perplexity_before": before_packing}
-    term.show_status("packing the weights")
-    packing.pack(model, keep_original=bool(ids), weights=weights, keep=keep)
-    if ids:
-        term.show_status(f"reading the text in {weights}")
-        with integers.watched(model) as errors:
-            facts["perplexity_after"] = integers.perplexity(model, ids, window)
-    facts |= {"int8_layers": packing.int8_layers(model), "int4_layers": packing.int4_layers(model)}
-    facts |= {"kept_layers": packing.kept_layers(model)}
-    facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
+    window = min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
+    found = machine.rounded(loaded.model, weights, keep=wanted.keep or (), ids=ids, window=window, target=wanted.save)
     if wanted.save is not None:
         term.show_status("writing the model")
-        lade.save_packed(model, wanted.save, loaded.tokenizer)
-        facts["saved"] = str(wanted.save)
-    return facts, errors
-
-
-def _check(model: Any, weights: str, keep: Sequence[str], save: Path | None) -> None:
-    """Check what would otherwise fail at the end."""
-    from lade.backends.cpu.packing import folder
-    from lade.backends.cpu.packing import pack as packing
-    from lade.backends.cpu.packing.integers import Int8Linear
-
-    kinds = packing.packable(model, weights=weights, keep=keep)
-    small = f"linear layers below {packing.MIN_WEIGHTS:,} weights keep their dtype"
-    if not kinds:
-        raise InputError(f"nothing to round to {weights}: {small}; give a larger model")
-    if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
-        raise ConfigError("keep", ",".join(keep), f"no layer is left to round: {small}")
-    if save is not None:
-        folder.check_target(save)
+        lade.save_packed(loaded.model, wanted.save, loaded.tokenizer)
+    saved = None if wanted.save is None else str(wanted.save)
+    return {"model": loaded.name, "dtype": loaded.dtype, "weights": weights, **found, "saved": saved}
 
 
 def _encoded(loaded: LoadedModel, text: str, path: Path, tokens: int) -> list[int]:
@@ -157,14 +121,3 @@ def _encoded(loaded: LoadedModel, text: str, path: Path, tokens: int) -> list[in
     if len(ids) < 2:
         raise InputError(f"the text {str(path)!r} has {count(len(ids), 'token')}: give a longer one")
     return ids
-
-
-def _bytes(model: Any) -> int:
-    """Return the bytes of all weights, for int8 and int4 layers those of the integers even if the original is kept."""
-    from lade.backends.cpu.packing import pack as packing
-    from lade.backends.cpu.packing.integers import Int8Linear
-
-    in_integers = [module for module in model.modules() if isinstance(module, Int8Linear)]
-    own = {id(module.weight) for module in in_integers} - packing.shared_weights(model)
-    dense: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
-    return dense + sum(module.nbytes for module in in_integers)

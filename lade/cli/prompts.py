@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ def read_file(path: Path) -> list[Prompt]:
     if path.suffix != ".jsonl":
         check_text(text, "the prompt")
         return [Prompt(text)]
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()]
+    prompts = [_prompt(entry, place) for _, place, entry in json_lines(text, path, ONE_PER_LINE)]
     if not prompts:
         raise InputError(f"prompt file {str(path)!r} has no lines: {ONE_PER_LINE}")
     return prompts
@@ -63,11 +63,19 @@ def read_utf8(path: Path, kind: str) -> str:
     return decoded(raw, name)
 
 
-def _from_line(line: str, place: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise InputError(f"{place} is not JSON ({problem}): {ONE_PER_LINE}") from problem
+def json_lines(text: str, path: Path, remedy: str) -> Iterator[tuple[int, str, Any]]:
+    """Yield number, place for messages, and value of each line that is not empty; raises `InputError` for no JSON."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{str(path)!r} line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as problem:
+                raise InputError(f"{place} is not JSON ({problem}): {remedy}") from problem
+            yield number, place, value
+
+
+def _prompt(entry: Any, place: str) -> Prompt:
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise InputError(f'{place} has no text under "prompt", and no list under "messages": {ONE_PER_LINE}')
     if "messages" in entry:

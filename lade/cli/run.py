@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import cycle
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,6 @@ from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.hf.detokenizer import Detokenizer
-from lade.model.facts import CACHE
 
 
 class Interrupt(StoppingCriteria):
@@ -174,9 +174,7 @@ def stop_ids(model: Any) -> set[int]:
 
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
     """Return the finish reason of a generation that was not interrupted; see `Generation`."""
-    if len(run.token_ids) < room:
-        return "stop"
-    if run.token_ids[-1] in stop_ids(loaded.model):
+    if len(run.token_ids) < room or run.token_ids[-1] in stop_ids(loaded.model):
         return "stop"
     if not run.choices.stop:
         return "length"
@@ -209,7 +207,7 @@ def decode(
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": room,
         "lookahead": lookahead,
-        **({} if cache is None else {CACHE: cache}),
+        **({} if cache is None else {"cache": cache}),
         **generate_arguments(loaded, choices),
         **(more or {}),
     }
@@ -264,31 +262,16 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
 RUNS = ("bold green", "bold cyan")
 
 
-class Palette:
-    """Styles of steps: none for a single token, alternating colours for several."""
-
-    def __init__(self) -> None:
-        self._runs = 0
-
-    def style(self, tokens: int) -> str:
-        """Return the style of the next step, given its number of tokens."""
-        if tokens < 2:
-            return ""
-        self._runs += 1
-        return RUNS[self._runs % len(RUNS)]
-
-
 class Painter:
-    """Writes steps as text, coloured on a terminal."""
+    """Writes steps as text; on a terminal those of several tokens have colours, in turn."""
 
     def __init__(self, loaded: LoadedModel, term: Terminal, context: Iterable[int] = ()) -> None:
-        self._term, self._palette = term, Palette()
+        self._term, self._colours = term, cycle(RUNS)
         self._detokenizer = Detokenizer(loaded.tokenizer, context)
 
     def __call__(self, step: Step) -> None:
         """Write the text that a step completes."""
-        style = self._palette.style(len(step.tokens))
-        self._write(self._detokenizer.push(step.tokens), style)
+        self._write(self._detokenizer.push(step.tokens), next(self._colours) if len(step.tokens) > 1 else "")
 
     def finish(self, mark: str = "") -> None:
         """Write the held back text, a mark that is no part of it, and a newline."""

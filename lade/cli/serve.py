@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
@@ -298,7 +298,7 @@ def _processes(listening: Listening, term: Terminal) -> int:
 
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
     """Return True in the process that serves; in the others, False when they are done."""
-    from lade.cli.loading import is_first_process, leading
+    from lade.machine import is_first_process, leading
 
     if is_first_process():
         return True
@@ -323,14 +323,14 @@ def load_served(
     Raises:
         ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded or served.
     """
-    from lade.backends.processes.team import dismiss
     from lade.cli.encoder import encode
-    from lade.cli.loading import SAMPLING_FIELDS, prepare_split_model, with_memory
+    from lade.cli.loading import SAMPLING_FIELDS, with_memory
+    from lade.machine import leading
     from lade.server.served_model import ServedModel
 
     loaded = _loaded(loading, speed, term, processes)
-    if processes > 1:
-        prepare_split_model(loaded.model)
+    leads = ExitStack()  # until the server has ended
+    leads.enter_context(leading(loaded.model, processes))
     support = lade.supports(loaded.model)
     if not support:
         raise UnsupportedModelError(str(support), "lade generate decodes it plainly, a prompt at a time")
@@ -349,7 +349,7 @@ def load_served(
         lookahead=lookahead,
         encode_images=partial(encode, loaded) if takes_images else None,
         save=save,
-        close=partial(dismiss, loaded.model),
+        close=leads.close,
     )
 
 
@@ -380,7 +380,7 @@ def settings_of(
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:
     """Write the line on standard output that says where the server listens."""
     term.show_status("ready")
-    term.end_status()  # what is logged from now on is no work that somebody waits for
+    term.status.close()  # what is logged from now on is no work that somebody waits for
     if json:
         term.write_json({"url": url, "pid": os.getpid(), "model": settings.name})
     else:
@@ -395,7 +395,7 @@ def _log(listening: Listening, term: Terminal) -> AccessLog | None:
     from lade.server.access_log import AccessLog
 
     log = AccessLog(lambda line: term.say(line, "dim"), as_json=listening.log_format == "json", debug=term.debug)
-    term.hide_status()
+    term.status.hide()
     term.on_status = log.say
     return log
 

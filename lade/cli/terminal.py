@@ -184,9 +184,9 @@ class Terminal:
         colors: dict[str, Any] = {"no_color": True} if output.no_color else {}  # else rich decides, NO_COLOR included
         self.debug, self.quiet = output.debug, output.quiet
         own = Console(highlight=False, stderr=True, **colors)
-        self._status = Status(own, shown=not (self.quiet or self.debug))
-        self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
-        self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
+        self.status = Status(own, shown=not (self.quiet or self.debug))
+        self.out: Console = YieldingConsole(self.status, highlight=False, **colors)
+        self.err: Console = YieldingConsole(self.status, highlight=False, stderr=True, **colors)
         self._within_line = False
         self.closing = ExitStack()
         self.on_status: Callable[[str], None] | None = None  # receives the status in place of the status line
@@ -209,23 +209,7 @@ class Terminal:
         if self.on_status is not None:
             self.on_status(text)
         elif not self._within_line:
-            self._status.show(text)
-
-    def tell_progress(self, text: str) -> None:
-        """Tell how far long work is, off a terminal, where there are no bars: a line every half minute."""
-        self._status.tell(text)
-
-    def hide_status(self) -> None:
-        """Remove the status line."""
-        self._status.hide()
-
-    def end_status(self) -> None:
-        """Remove the status line for good."""
-        self._status.close()
-
-    def suspend_status(self, paused: bool) -> None:
-        """Suspend the status line while others write to the terminal, such as the hub's progress bars."""
-        self._status.hold(paused)
+            self.status.show(text)
 
     def write(self, text: str, style: str = "") -> None:
         """Write generated text: styled and without control codes on a terminal, verbatim to a pipe."""
@@ -236,13 +220,13 @@ class Terminal:
             segment = Segment(text.translate(_CONTROLS), Style.parse(style))
             self.out.print(Segments([segment]), end="", soft_wrap=True)
         else:
-            self.hide_status()  # standard error may still be the terminal
+            self.status.hide()  # standard error may still be the terminal
             self.out.file.write(text)
         self.out.file.flush()
 
     def mute(self) -> None:
         """Write only errors from now on: another process with the same command line writes the rest."""
-        self.end_status()
+        self.status.close()
         self.quiet = self.out.quiet = True
 
     def write_json(self, value: dict[str, Any]) -> None:
@@ -277,7 +261,7 @@ def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
     term.show_status("starting: importing torch and transformers")
     try:
         with term.closing, _logging(term), warnings.catch_warnings():
-            term.closing.callback(term.end_status)
+            term.closing.callback(term.status.close)
             warnings.simplefilter("default" if term.debug else "ignore")
             for category in (FallbackWarning, PrecisionWarning):
                 warnings.simplefilter("always", category)

@@ -122,14 +122,15 @@ def warm(
 
 def _figures(result: WarmResult, memory: lade.Memory, out: Path, seconds: float) -> dict[str, Any]:
     """Return the fields that `--json` prints."""
+    first, last, rate = result.rates()
     return {
         "prompts": len(result.runs),
         "skipped": [{"prompt": name, "reason": reason} for name, reason in result.skipped],
         "new_tokens": result.new_tokens,
         "steps": sum(run.steps for run in result.runs),
-        "tokens_per_step": result.rate,
-        "tokens_per_step_first_tenth": result.first_tenth,
-        "tokens_per_step_last_tenth": result.last_tenth,
+        "tokens_per_step": rate,
+        "tokens_per_step_first_tenth": first,
+        "tokens_per_step_last_tenth": last,
         "contexts": len(memory),
         "out": str(out),
         "file_bytes": _size(out),
@@ -139,7 +140,7 @@ def _figures(result: WarmResult, memory: lade.Memory, out: Path, seconds: float)
 
 
 def _shown(result: WarmResult, memory: lade.Memory, out: Path) -> dict[str, str]:
-    first, last = result.first_tenth, result.last_tenth
+    first, last, _ = result.rates()
     return {
         "prompts": f"{len(result.runs)}{f', {len(result.skipped)} skipped' if result.skipped else ''}",
         "tokens": str(result.new_tokens),
@@ -170,24 +171,10 @@ class WarmResult:
         """Number of tokens of all answers."""
         return sum(run.new_tokens for run in self.runs)
 
-    @property
-    def rate(self) -> float:
-        """Tokens per step over all prompts."""
-        return _rate(self.runs)
-
-    @property
-    def first_tenth(self) -> float:
-        """Tokens per step of the first tenth of the prompts, of one at least."""
-        return _rate(self.runs[: self._tenth])
-
-    @property
-    def last_tenth(self) -> float:
-        """Tokens per step of the last tenth of the prompts, of one at least."""
-        return _rate(self.runs[-self._tenth :])
-
-    @property
-    def _tenth(self) -> int:
-        return max(1, len(self.runs) // 10)
+    def rates(self) -> tuple[float, float, float]:
+        """Return the tokens per step of the first tenth of the prompts, of the last, and of all of them."""
+        tenth = max(1, len(self.runs) // 10)
+        return _rate(self.runs[:tenth]), _rate(self.runs[-tenth:]), _rate(self.runs)
 
 
 def _rate(runs: list[Stats]) -> float:
@@ -227,9 +214,9 @@ def fill_memory(
                     run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda _: None)
                     result.runs.append(run.stats)
                     result.interrupted = run.interrupted
-                rate = f"prompts · {result.rate:.2f} tokens per step"
+                rate = f"prompts · {_rate(result.runs):.2f} tokens per step"
                 progress.update(task, completed=done, description=rate)
-                term.tell_progress(f"{done} of {len(prompts)} {rate}")
+                term.status.tell(f"{done} of {len(prompts)} {rate}")
                 if perf_counter() - saved_at > SAVE_EVERY_S:
                     save()
                     saved_at = perf_counter()

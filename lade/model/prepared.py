@@ -87,8 +87,6 @@ MEDIA_PREFIXES = (
     "mm_encoder_outputs",
 )
 """Prefixes of the arguments of `generate` that hold images, video, audio or features of these."""
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Image formats that are opened. Pillow supports dozens more, among them EPS, which Ghostscript executes."""
 TOKEN_TYPE_ARGUMENTS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 """Token type arguments. In multimodal models 0 stands for text; in others such ids have embeddings of their own."""
 

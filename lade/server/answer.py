@@ -17,24 +17,20 @@ from typing import Any, ClassVar
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
-from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
-from lade.server.request_context import (
-    ClientDisconnectedError,
-    RequestContext,
-    timeout_of,
-)
-from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
+from lade.server.request_context import ClientDisconnectedError, RequestContext, timeout_of
+from lade.server.sampling_parameters import SEEDS, generate_arguments, lookahead_of
 from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import STREAM_HEADERS, Json
 from lade.server.service import Service, Serving
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
-from lade.server.structured_output import UntriedGrammarError, check_ends, requested_grammar
+from lade.server.structured_output import check_ends, requested_grammar
+from lade.serving.request import GrammarCompiler, UntriedGrammarError, serving_client
 
 
 class Preprocessor(ABC):
@@ -125,6 +121,10 @@ class ChunkFormatter(Formatter):
         made = self.increment(choice, delta)
         return {"index": choice.index, **made, "finish_reason": None, **self._ids(delta.tokens)}
 
+    def prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the ids of the prompt, if they are wanted."""
+        return {"prompt_token_ids": choice.prompt.ids} if self.output.body.return_token_ids else {}
+
     def _ids(self, tokens: list[int]) -> dict[str, Any]:
         return {"token_ids": tokens} if self.output.body.return_token_ids else {}
 
@@ -201,7 +201,6 @@ class Answer:
         self._formatter, self._sent = make_formatter(self._output), sent or self._body
         self._service.track(self._context, self._formatter.endpoint)
         self._headers: dict[str, str] = {}
-        self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     async def response(self) -> Response:
         """Return the response: whole, a stream, or an error."""
@@ -275,8 +274,13 @@ class Answer:
     def _prepare(self, *, tries: bool = False) -> list[Choice]:
         """Render, tokenize and submit all choices. Called in a worker thread."""
         client = "" if self._service.settings.share == "all" else self._context.owner
-        with self._serving.grammars.serving(client, tries=tries):
+        with serving_client(client, tries=tries):
             return self._choices()
+
+    @cached_property
+    def _budget(self) -> Any:
+        """The time for following grammars, which all choices share."""
+        return GrammarCompiler.budget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     def _choices(self) -> list[Choice]:
         body, serving, context = self._body, self._serving, self._serving.context or sys.maxsize
@@ -293,7 +297,7 @@ class Answer:
                 raise self._formatter.too_long(len(prompt.ids), context)
             for _ in range(body.n):
                 index = len(choices)
-                seed = seed_of(self._output.seed, index % body.n)
+                seed = (self._output.seed + index % body.n) % SEEDS
                 arguments = {**self._arguments(prompt), **prompt.media}
                 handle = serving.engine.add(prompt.ids, place=next(slots), seed=seed, **arguments)
                 ends, silent = frozenset(body.stop_token_ids or ()), body.most_tokens == 0

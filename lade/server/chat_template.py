@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lade.model.prepared import IMAGE_FORMATS
+from lade.files import IMAGE_FORMATS
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import ChatRequest, Message
 from lade.server.serialization import decoded

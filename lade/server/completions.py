@@ -80,15 +80,14 @@ class CompletionFormatter(ChunkFormatter):
         for choice in self.output.choices:
             echo = choice.prompt.text if body.echo and not self._echoes_logprobs else ""
             if echo or body.return_token_ids:
-                ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}
-                yield self.chunk({"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids})
+                head = {"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None}
+                yield self.chunk({**head, **self.prompt_ids(choice)})
 
     def message(self, choice: Choice) -> dict[str, Any]:
         """See `ChunkFormatter.message`."""
         echo = choice.prompt.text if self._body.echo else ""
         logprobs = self._formatted_logprobs(choice, choice.steps, first=True)
-        ids = {"prompt_token_ids": choice.prompt.ids} if self._body.return_token_ids else {}
-        return {"text": echo + choice.parts.content, "logprobs": logprobs, **ids}
+        return {"text": echo + choice.parts.content, "logprobs": logprobs, **self.prompt_ids(choice)}
 
     def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         """See `ChunkFormatter.increment`."""
@@ -175,11 +174,11 @@ class ChatPreprocessor(Preprocessor):
                 return None
         elif markup.has_other_reasoning:
             raise unsupported(param, "grammars do not support this model's reasoning markup: leave it out")
-        vocabulary = grammars.vocabulary(param)
+        compiler = grammars.compiler(param)
         if form is not None:
             grammars.processor(form, param)  # alone first, so that an error names the format, not the whole message
-        calls = requested_calls(body, vocabulary)
-        made = message_grammar(serving.model.chat_template, prompt.text, form, calls, vocabulary)
+        calls = requested_calls(body, compiler)
+        made = message_grammar(serving.model.chat_template, prompt.text, form, calls, compiler)
         return None if made is None else (made, param)
 
 
@@ -191,18 +190,14 @@ class ChatFormatter(ChunkFormatter):
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        return {**super().whole(), **self._prompt_ids(self.output.choices[0])}
+        return {**super().whole(), **self.prompt_ids(self.output.choices[0])}  # beside the choices, as vLLM has them
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`; the chunk of a choice that has its role."""
         for choice in self.output.choices:
             delta = {"role": "assistant", "content": ""}
             first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.chunk(first, **self._prompt_ids(choice))
-
-    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
-        """Return the ids of the prompt where vLLM has them: beside the choices, which share it."""
-        return {"prompt_token_ids": choice.prompt.ids} if self.output.body.return_token_ids else {}
+            yield self.chunk(first, **self.prompt_ids(choice))
 
     def message(self, choice: Choice) -> dict[str, Any]:
         """See `ChunkFormatter.message`."""

@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from lade.backends.grammar.compiled import GrammarError
 from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
+from lade.grammar import GrammarError
 from lade.server.serialization import Json
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,12 @@ from types import FrameType
 from typing import Any
 
 import msgspec
-import torch
-import transformers
 
 from lade.errors import InputError
 from lade.files import write_whole
 from lade.server.access_log import facts_of
 from lade.server.errors import INVALID, ApiError
+from lade.server.metrics import versions
 from lade.server.request_context import RequestContext
 from lade.serving.snapshot import CurrentWork
 from lade.version import __version__
@@ -145,8 +144,8 @@ class CrashDump:
         try:
             # those that end meanwhile are in both, and what is known of them at the end counts
             found = {each["received"]: each for each in [*map(_recorded, running), *self._finished]}
-            versions = {"lade": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-            lines = [{"reason": reason, "details": details, "model": self._model, **versions}]
+            about = {"model": self._model, "lade": __version__, **versions()}
+            lines = [{"reason": reason, "details": details, **about}]
             lines += [found[at] for at in sorted(found)]
             path = self._folder / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}-{kind}.jsonl"
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from lade.server import serialization
 from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import ApiError, anthropic_error, invalid, too_long, unsupported
-from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
+from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request, refuse
 from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
 
 Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -119,11 +119,7 @@ Messages = list[dict[str, Any]]
 
 def as_chat(request: CountRequest) -> ChatRequest:
     """Convert to a chat request; raise `ApiError` for blocks and features that are not supported."""
-    for name, remedy in _REFUSED.items():
-        if (request.model_extra or {}).get(name):
-            raise unsupported(name, remedy)
-    if request.n != 1:
-        raise unsupported("n", "a message has one choice: use /v1/chat/completions")
+    refuse(request, _REFUSED)
     own = [tool for tool in request.tools or () if tool.type in (None, "custom")]
     ignored = [f"tools.{tool.type}" for tool in request.tools or () if tool.type not in (None, "custom")]
     if request.output_config is not None:  # such as effort

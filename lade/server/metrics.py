@@ -53,6 +53,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
 }
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that answers depend on, and Python's."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+
+
 class Metrics:
     """All series of one server, in a registry of its own; with a replica's name all have it as a label."""
 
@@ -129,8 +134,7 @@ class Metrics:
         """Yield the series that are read from the engine."""
         model = {"model": self._model}
         yield _series(GaugeMetricFamily, "lade_ready", "1 if requests are accepted.", (model, float(self._ready())))
-        versions = {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        info = {**model, **versions, "python": platform.python_version(), **self.info}
+        info = {**model, "version": __version__, **versions(), **self.info}
         yield _series(GaugeMetricFamily, "lade_info", "Versions, device, dtype and method.", (info, 1.0))
         now = self._snapshot()
         if now is None:

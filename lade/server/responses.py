@@ -13,7 +13,7 @@ from lade.server import serialization
 from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import ApiError, invalid, unsupported
-from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
+from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request, refuse
 from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
 
@@ -146,12 +146,7 @@ Messages = list[dict[str, Any]]
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert to a chat request; raise `ApiError` for invalid items, and stored state or other unsupported fields."""
-    extra = request.model_extra or {}
-    for name, remedy in _NOT_KEPT.items():
-        if extra.get(name):
-            raise unsupported(name, remedy)
-    if request.n != 1:
-        raise unsupported("n", "a response has one choice: use /v1/chat/completions")
+    refuse(request, _NOT_KEPT)
     if _LOGPROBS in (request.include or ()):
         raise unsupported("include", f"{_LOGPROBS}: use /v1/chat/completions for logprobs")
     tools = Tools(request.tools)

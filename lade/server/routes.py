@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-import torch
-import transformers
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
@@ -22,19 +19,30 @@ from lade.server.completions import ChatFormatter, ChatPreprocessor, CompletionF
 from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
 from lade.server.messages import as_chat as turns_as_chat
-from lade.server.metrics import CONTENT_TYPE
+from lade.server.metrics import CONTENT_TYPE, versions
 from lade.server.middleware import BodyRoute, in_worker_if_large
 from lade.server.request_context import RequestContext
 from lade.server.responses import ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
-from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model, not_served
+from lade.server.schemas import (
+    BaseRequest,
+    ChatRequest,
+    CompletionRequest,
+    Flag,
+    Model,
+    Text,
+    TokenId,
+    check_model,
+    not_served,
+)
 from lade.server.serialization import Json, event
 from lade.server.service import Service, Serving
 from lade.server.settings import MAX_DETOKENIZED
 from lade.serving.handle import Handle
 from lade.version import __version__
 
+B = TypeVar("B", bound=BaseRequest)
 Described = dict[int | str, dict[str, Any]]  # responses by status, as FastAPI takes them
 _NULLABLE = {"type": ["string", "null"]}
 
@@ -117,12 +125,7 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
 @router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
 async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
     """Count the prompt tokens of a response."""
-
-    def count(serving: Serving) -> dict[str, Any]:
-        ids = serving.template.encode(items_as_chat(body))[0]
-        return {"object": "response.input_tokens", "input_tokens": len(ids)}
-
-    return await _tokenized(request, body.model, count)
+    return await _counted(request, body, items_as_chat, object="response.input_tokens")
 
 
 @router.post("/v1/messages", responses={**ANTHROPICS_ERRORS, **MESSAGE})
@@ -136,11 +139,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})
 async def tokens_of_messages(request: Request, body: CountRequest) -> Response:
     """Count the prompt tokens of a message."""
-
-    def count(serving: Serving) -> dict[str, Any]:
-        return {"input_tokens": len(serving.template.encode(turns_as_chat(body))[0])}
-
-    return await _tokenized(request, body.model, count)
+    return await _counted(request, body, turns_as_chat)
 
 
 class TokenizeText(Model):
@@ -183,6 +182,15 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         return {"prompt": str(serving.model.tokenizer.decode(body.tokens))}
 
     return await _tokenized(request, body.model, decode)
+
+
+async def _counted(request: Request, body: B, as_chat: Callable[[B], ChatRequest], **members: str) -> Response:
+    """Count the prompt tokens of a request of another API, once it is a chat request."""
+
+    def count(serving: Serving) -> dict[str, Any]:
+        return {**members, "input_tokens": len(serving.template.encode(as_chat(body))[0])}
+
+    return await _tokenized(request, body.model, count)
 
 
 async def _tokenized(request: Request, name: str | None, work: Callable[[Serving], dict[str, Any]]) -> Response:
@@ -266,8 +274,7 @@ def _described(service: Service, name: str) -> dict[str, Any]:
 @router.get("/version", responses=whole(version=TEXT, torch=TEXT, transformers=TEXT, python=TEXT))
 async def version(request: Request) -> Response:
     """Return versions."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return Json({"version": __version__, **versions, "python": platform.python_version()})
+    return Json({"version": __version__, **versions()})
 
 
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))

@@ -59,7 +59,7 @@ class Penalties(LogitsProcessor):
 
 
 GREEDY_BELOW = 1e-5  # temperatures below it mean greedy decoding, as division would overflow
-_SEEDS, _DRAWN_SEEDS = 2**64, 2**32
+SEEDS, _DRAWN_SEEDS = 2**64, 2**32
 _LOOKAHEAD_FIELDS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory", "only", "sources"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -68,12 +68,7 @@ def first_seed(body: BaseRequest) -> int:
     """Return the seed of choice 0; choice k has k more. Negative seeds wrap around as in torch."""
     if body.seed is None:
         return secrets.randbelow(_DRAWN_SEEDS - MAX_CHOICES)
-    return body.seed if body.seed >= 0 else _SEEDS + body.seed
-
-
-def seed_of(first: int, choice: int) -> int:
-    """Return the seed of a choice."""
-    return (first + choice) % _SEEDS
+    return body.seed if body.seed >= 0 else SEEDS + body.seed
 
 
 def with_generation_config(body: ChatRequest) -> ChatRequest:

@@ -348,6 +348,15 @@ def _value(requested: Any, name: str) -> Any:
     return functools.reduce(lambda inner, each: getattr(inner, each, None), name.split("."), requested)
 
 
+def refuse(requested: BaseRequest, refused: Mapping[str, str]) -> None:
+    """Raise `ApiError` for several choices, or a field of another API that cannot be served, with its remedy."""
+    for name, remedy in refused.items():
+        if (requested.model_extra or {}).get(name):
+            raise unsupported(name, remedy)
+    if requested.n != 1:
+        raise unsupported("n", "this API has one choice: use /v1/chat/completions")
+
+
 def chat_request(requested: BaseRequest, **fields: Any) -> ChatRequest:
     """Convert a request of another API to a chat request with these fields, of which None stands for absent ones.
 

@@ -12,7 +12,6 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lade.config import Lookahead
-from lade.model.prepared import ids_of
 from lade.server.errors import invalid
 
 
@@ -58,7 +57,8 @@ class ServedModel:
     @property
     def ends(self) -> list[int]:
         """Sorted end-of-sequence ids."""
-        return sorted(ids_of(self.model.generation_config.eos_token_id))
+        ends = self.model.generation_config.eos_token_id
+        return sorted(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 from lade.config import resolve
 from lade.errors import InputError
-from lade.hf.refusals import precision_note
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded
@@ -27,7 +26,7 @@ from lade.server.output_parser import Markup
 from lade.server.request_context import RequestContext
 from lade.server.served_model import ServedModel, TokenText
 from lade.server.settings import Settings
-from lade.server.structured_output import GrammarCompiler
+from lade.server.structured_output import ServedGrammars
 from lade.server.tenants import Quotas, TenantMemories
 from lade.serving.engine import Engine
 from lade.serving.snapshot import EngineSnapshot
@@ -81,11 +80,11 @@ class Serving:
             max_tokens=settings.max_tokens,
             prefix_cache=0 if settings.share == "none" else settings.prefix_cache,
         )
-        self.grammars = GrammarCompiler(model)
+        self.grammars = ServedGrammars(model)
         if model.save is not None and not self.memories.serves_file:
             of = "--share none" if settings.share == "none" else "several keys"
             logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
-        if model.lookahead is not None and (note := precision_note(model.model)):
+        if model.lookahead is not None and (note := self.engine.precision_note()):
             logger.warning("%s", note)
 
     @property

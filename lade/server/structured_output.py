@@ -1,8 +1,7 @@
 """Structured output: response formats and tool calls as grammars.
 
 `requested_grammar` reads the format of a request, `requested_calls` its tools; `message_grammar` combines both with the
-markup of the model's chat template. `GrammarCompiler` compiles grammars, after a trial in another process where that
-may take long.
+markup of the model's chat template.
 """
 
 from __future__ import annotations
@@ -10,107 +9,61 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from time import thread_time
 from typing import Any, NamedTuple
 
-from lade.backends.grammar.backend import GrammarProcessor, processor_of
-from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
-from lade.backends.grammar.trial import GrammarTrial, TrialError
+from transformers import LogitsProcessor
+
 from lade.errors import InputError, MissingExtraError
-from lade.grammar import Grammar
+from lade.grammar import Grammar, GrammarError
 from lade.server.errors import INVALID_SCHEMA, invalid, overloaded, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
+from lade.serving.request import GrammarCompiler
 
-MAX_CLIENTS = 16  # most clients whose compiled grammars are kept, up to `KEPT` each
 RESPONSE_FORMAT = "response_format"
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""
 
 
-class UntriedGrammarError(Exception):
-    """A grammar needs a trial before it is compiled, which may take long, see `GrammarCompiler.serving`."""
-
-
-_serving = ContextVar("serving", default=("", False))
-"""The client that a thread serves, and whether unknown grammars are tried."""
-
-
-class GrammarCompiler:
-    """Compiles the grammars of requests; may raise `UntriedGrammarError` where these are not tried, see `serving`."""
+class ServedGrammars:
+    """The compiler of requests' grammars, with errors in the API's form; there may be none for a tokenizer."""
 
     def __init__(self, model: ServedModel) -> None:
         self._unavailable = ""  # the reason, if grammars are
-        self._vocabulary: Vocabulary | None = None
-        self._trial: GrammarTrial | None = None
-        self._of_client = lru_cache(MAX_CLIENTS)(self._with_trials)  # how soon one compiles tells what is known
+        self._compiler: GrammarCompiler | None = None
         try:
-            self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
-            self._trial = GrammarTrial(self._vocabulary.specials)
+            self._compiler = GrammarCompiler(model.tokenizer, model.ends)
         except (MissingExtraError, InputError) as problem:
             self._unavailable = str(problem)
-
-    @contextmanager
-    def serving(self, client: str, *, tries: bool = False) -> Iterator[None]:
-        """Serve a client in this thread, with trials of unknown grammars or without; others' grammars are not used."""
-        token = _serving.set((client, tries))
-        try:
-            yield
-        finally:
-            _serving.reset(token)
-
-    def _with_trials(self, client: str) -> Vocabulary:
-        """Return a vocabulary for one client, whose untried grammars are tried in the process."""
-        assert self._vocabulary is not None and self._trial is not None
-        trial = self._trial
-        slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
-
-        def try_first(grammar: str) -> None:
-            if (why := slow.get(grammar)) is not None:
-                raise SlowGrammarError(why)
-            if not _serving.get()[1]:
-                raise UntriedGrammarError
-            try:
-                trial(grammar)
-            except SlowGrammarError as problem:
-                slow[grammar] = str(problem)
-                if len(slow) > KEPT:
-                    slow.popitem(last=False)
-                raise
-
-        return self._vocabulary.with_trial(try_first)
 
     @property
     def available(self) -> bool:
         """True if grammars can be used with this tokenizer."""
-        return self._vocabulary is not None
+        return self._compiler is not None
 
-    def vocabulary(self, param: str) -> Vocabulary:
-        """Return the vocabulary with the grammars of the client that is served; raise `ApiError` if there is none."""
-        if self._vocabulary is None:
+    def compiler(self, param: str) -> GrammarCompiler:
+        """Return the compiler; raise `ApiError` if there is none."""
+        if self._compiler is None:
             raise unsupported(param, self._unavailable)
-        return self._of_client(_serving.get()[0])
+        return self._compiler
 
-    def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
+    def processor(self, grammar: Grammar, param: str, budget: Any = None) -> LogitsProcessor:
         """Return the processor of one answer, with its request's mask budget; raise `ApiError` if there is none."""
         try:
-            return processor_of([grammar], self.vocabulary(param), budget)
-        except TrialError as problem:
+            return self.compiler(param).processor(grammar, budget)
+        except OSError as problem:
             raise overloaded(f"{param}: {problem}", "grammar_not_tried") from problem
         except InputError as problem:
             raise invalid(param, str(problem), INVALID_SCHEMA) from problem
 
     def close(self) -> None:
         """Stop the trial process."""
-        if self._trial is not None:
-            self._trial.close()
+        if self._compiler is not None:
+            self._compiler.close()
 
 
 def requested_grammar(body: BaseRequest, field: str = RESPONSE_FORMAT) -> tuple[Grammar, str] | None:
@@ -228,7 +181,7 @@ class Calls(NamedTuple):
     several: bool  # more than one call is allowed
 
 
-def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
+def requested_calls(body: ChatRequest, vocabulary: GrammarCompiler) -> Calls | None:
     """Return the tool calls that a request allows; None if unconstrained.
 
     A tool whose schema cannot be compiled accepts any object, unless it is strict.
@@ -276,7 +229,9 @@ def _schema(tool: dict[str, Any]) -> Any:
     return _function(tool).get("parameters") or {"type": "object"}
 
 
-def _arguments_grammar(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Grammar:
+def _arguments_grammar(
+    tool: dict[str, Any], place: str, vocabulary: GrammarCompiler, length: int, left: int
+) -> Grammar:
     """Return the grammar of a call's arguments; `left` is what remains of the request's limit on schema lengths."""
     try:
         if length > LONGEST_SCHEMA:
@@ -286,14 +241,14 @@ def _arguments_grammar(tool: dict[str, Any], place: str, vocabulary: Vocabulary,
         made = schema_of(_schema(tool))
         vocabulary.compiled(made.source)
     except InputError as problem:
-        if _function(tool).get("strict") or isinstance(problem, SlowGrammarError):
+        if _function(tool).get("strict") or isinstance(problem, GrammarError):
             raise invalid(f"{place}.parameters", str(problem), INVALID_SCHEMA) from problem
         return Grammar.json_object()
     return made
 
 
 def message_grammar(
-    template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: Vocabulary
+    template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: GrammarCompiler
 ) -> Grammar | None:
     """Return the grammar of the model's whole output after a rendered prompt; None if unconstrained.
 
@@ -318,7 +273,7 @@ def message_grammar(
     return Grammar.nested("\n".join([f"start: {thoughts}({body})", *rules]), parts)
 
 
-def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:
+def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: GrammarCompiler) -> str:
     """Return the rule of reasoning before the answer, if the prompt has opened it or the model may."""
     opening, closing = _REASONING_TAGS
     before = prompt.rstrip()
@@ -329,7 +284,11 @@ def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: Vo
 
 
 def _body(
-    form: Grammar | None, calls: Calls | None, rules: list[str], parts: dict[str, Grammar], vocabulary: Vocabulary
+    form: Grammar | None,
+    calls: Calls | None,
+    rules: list[str],
+    parts: dict[str, Grammar],
+    vocabulary: GrammarCompiler,
 ) -> str:
     if form is not None:
         parts["form"] = form
@@ -351,20 +310,20 @@ def _body(
     return f"(before call){'*' if calls.several else '?'} after"
 
 
-def _mark(text: str, vocabulary: Vocabulary) -> str:
+def _mark(text: str, vocabulary: GrammarCompiler) -> str:
     """Return a tag as a special token, or as text if it is none."""
     special = vocabulary.special_id(text)
     return json.dumps(text) if special is None else f"<[{special}]>"
 
 
-def _until(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
+def _until(name: str, mark: str, vocabulary: GrammarCompiler) -> list[str]:
     """Return the rule for any text up to a tag, and the tag."""
     if vocabulary.special_id(mark) is None:
         return [f"{name}[suffix={json.dumps(mark)}]: {_ANYTHING}"]
     return [f"{name}: {_ANYTHING} {_mark(mark, vocabulary)}"]
 
 
-def _without(name: str, mark: str, vocabulary: Vocabulary) -> list[str]:
+def _without(name: str, mark: str, vocabulary: GrammarCompiler) -> list[str]:
     """Return the rule for any text without the tag."""
     if vocabulary.special_id(mark) is not None:
         return [f"{name}: {_ANYTHING}"]

@@ -126,11 +126,6 @@ class EngineBatch:
         self._lost = 0  # requests that ended alone in a failing pass, since one succeeded
 
     @property
-    def capacity(self) -> Capacity:
-        """Limits on rows and cache slots."""
-        return self.running.capacity
-
-    @property
     def idle(self) -> bool:
         """True if no request is running or preempted."""
         return not self.running.active

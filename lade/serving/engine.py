@@ -14,6 +14,7 @@ from lade.config import Lookahead
 from lade.errors import UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
 from lade.hf.call import Prediction
+from lade.hf.refusals import precision_note
 from lade.model.facts import ModelFacts
 from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
@@ -110,7 +111,8 @@ class Engine:
             if led is not None:
                 led.end(problem=problem)
             raise
-        self.token_bytes, self.max_tokens = batch.capacity.token_bytes, batch.capacity.max_tokens
+        capacity = batch.running.capacity
+        self.token_bytes, self.max_tokens = capacity.token_bytes, capacity.max_tokens
         self._scheduler = Scheduler(batch, max_waiting, None if led is None else led.close)
         self._finalizer = weakref.finalize(self, self._scheduler.close)  # on collection and at exit
 
@@ -196,6 +198,10 @@ class Engine:
     def limit_waiting(self, max_waiting: int) -> None:
         """Set the maximum number of waiting requests from now on; those that wait stay."""
         self._scheduler.max_waiting = max_waiting
+
+    def precision_note(self) -> str:
+        """Return why drafts may change the output, and the remedy; empty if they cannot, and at later calls."""
+        return precision_note(self._model)
 
     def forget_texts(self) -> None:
         """Forget what the texts so far have taught about drafting, as after a warm-up with texts of another kind."""

@@ -1,32 +1,25 @@
-"""Requests of an engine: options, preparation by `model.generate`, and output."""
+"""Requests of an engine: options, preparation by `model.generate`, output, and compilation of clients' grammars."""
 
 from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteriaList
 
 from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, whole_number
-from lade.grammar import GRAMMARS, Grammar
-from lade.hf.call import (
-    Prediction,
-    arguments_for_callable,
-    check_stats,
-    clean_up,
-    not_ids_message,
-    prediction_ids,
-    refuse_adapter_arguments,
-    refuse_adapter_hooks,
-    refuse_unused_prediction,
-)
+from lade.grammar import GRAMMARS, Grammar, GrammarError
+from lade.hf import call
 from lade.hf.detokenizer import AnswerText
 from lade.hf.job import DraftSpec, Output, output_of, record_for
 from lade.hf.processors import StopReason, row_for
@@ -42,6 +35,9 @@ from lade.serving.capacity import Need, largest_tree
 from lade.serving.handle import PromptLogprobs
 from lade.stats import Stats, Step
 
+if TYPE_CHECKING:
+    from lade.backends.grammar.compiled import GrammarBudget, Vocabulary
+
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)  # the empty tree: one token per step
 _SEEDS = 2**64
 
@@ -52,7 +48,7 @@ class RequestOptions:
 
     lookahead: Lookahead = None
     seed: int | None = None
-    prediction: Prediction | None = None
+    prediction: call.Prediction | None = None
     grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -65,8 +61,8 @@ class RequestOptions:
     stats: Stats | None = None
 
     def __post_init__(self) -> None:
-        refuse_unused_prediction(self.prediction, resolve(self.lookahead)[0])
-        check_stats(self.stats)
+        call.refuse_unused_prediction(self.prediction, resolve(self.lookahead)[0])
+        call.check_stats(self.stats)
         if self.on_step is not None and not callable(self.on_step):
             raise ConfigError("on_step", self.on_step, "give a function that takes a Step, or None")
         seed, stops = self.seed, self.stop_texts
@@ -197,13 +193,13 @@ def prepare(
     if options.grammar is not None:
         arguments = GRAMMARS.load().with_grammar(unwrap(model), options.grammar, arguments)
     make = functools.partial(EngineRequest, options=options, text=text, plan=plan)
-    use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
+    use = custom_generate_for(make, model, call.prediction_ids(options.prediction, options.tokenizer))
     try:
         _refuse_contexts(unwrap(model), arguments)
-        arguments = arguments_for_callable(model, unwrap(model), arguments)
+        arguments = call.arguments_for_callable(model, unwrap(model), arguments)
         request: EngineRequest = model.generate(custom_generate=use, **arguments)
     except BaseException as problem:
-        clean_up(model)
+        call.clean_up(model)
         if isinstance(problem, UnsupportedArgumentError):
             raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # replaces a remedy about fallbacks
         raise
@@ -217,8 +213,8 @@ def refuse(what: str, why: str) -> None:
 
 def _refuse_contexts(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Refuse hooks and contexts that end with the caller's call: an engine decodes later, in its own thread."""
-    refuse_adapter_arguments(arguments, "lade.Engine")
-    refuse_adapter_hooks(model, "lade.Engine")
+    call.refuse_adapter_arguments(arguments, "lade.Engine")
+    call.refuse_adapter_hooks(model, "lade.Engine")
     if torch.is_autocast_enabled(input_device(model).type):
         refuse("torch.autocast", "it decodes in a thread of its own, which has none; load the model in that dtype")
 
@@ -227,7 +223,7 @@ def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) ->
     """Return the prompt as an int64 tensor, `[1, L]`."""
     if not isinstance(input_ids, torch.Tensor):
         if isinstance(input_ids, str | Mapping) or any(isinstance(token, str) for token in input_ids):
-            raise InputError(not_ids_message("input_ids", input_ids))
+            raise InputError(call.not_ids_message("input_ids", input_ids))
         if not all(isinstance(token, int) for token in input_ids):
             raise InputError("input_ids are not integers: give the ids of one prompt, [L] or [1, L]")
         input_ids = torch.tensor(input_ids, dtype=torch.long)
@@ -251,3 +247,92 @@ def _check_positions(model: PreTrainedModel, most_tokens: int) -> None:
         if wall is not None and most_tokens > wall:
             why = f"from {wall} tokens on, the length of one row changes how this model attends in the others"
             refuse(f"max_length={most_tokens}", why)
+
+
+MAX_CLIENTS = 16  # most clients whose compiled grammars are kept
+_MOST_SLOW = 64  # most failed grammars of a client that are remembered
+_client = ContextVar("client", default=("", False))
+"""The client that a thread serves, and whether unknown grammars are tried."""
+
+
+class UntriedGrammarError(Exception):
+    """A grammar needs a trial before it is compiled, which may take long, see `serving_client`."""
+
+
+@contextmanager
+def serving_client(client: str, *, tries: bool = False) -> Iterator[None]:
+    """Serve a client in this thread, with trials of unknown grammars or without; others' grammars are not used."""
+    token = _client.set((client, tries))
+    try:
+        yield
+    finally:
+        _client.reset(token)
+
+
+class GrammarCompiler:
+    """Compiles grammars that clients have sent, each of them in another process first, which can be killed.
+
+    What is compiled is kept for each client, see `serving_client`: how soon one compiles tells what is known.
+
+    Raises:
+        InputError: grammars cannot be used with the tokenizer.
+        MissingExtraError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Iterable[int]) -> None:
+        from lade.backends.grammar.compiled import vocabulary_of_tokenizer
+        from lade.backends.grammar.trial import GrammarTrial
+
+        self._vocabulary = vocabulary_of_tokenizer(tokenizer, ends)
+        self._trial = GrammarTrial(self._vocabulary.specials)
+        self._of_client = functools.lru_cache(MAX_CLIENTS)(self._with_trials)
+
+    def _with_trials(self, client: str) -> Vocabulary:
+        """Return a vocabulary for one client, whose untried grammars are tried in the process."""
+        slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
+
+        def try_first(grammar: str) -> None:
+            if (why := slow.get(grammar)) is not None:
+                raise GrammarError(why)
+            if not _client.get()[1]:
+                raise UntriedGrammarError
+            try:
+                self._trial(grammar)
+            except GrammarError as problem:
+                slow[grammar] = str(problem)
+                if len(slow) > _MOST_SLOW:
+                    slow.popitem(last=False)
+                raise
+
+        return self._vocabulary.with_trial(try_first)
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of a special token, which no text of a grammar matches; None if `text` is not one."""
+        return self._vocabulary.special_id(text)
+
+    def compiled(self, source: str) -> object:
+        """Compile the source of a grammar.
+
+        Raises:
+            InputError: it is invalid; a `GrammarError` if it takes too long.
+            UntriedGrammarError: it would have to be tried.
+            OSError: it could not be tried.
+        """
+        return self._of_client(_client.get()[0]).compiled(source)
+
+    @staticmethod
+    def budget(seconds: float, token_seconds: float) -> GrammarBudget:
+        """Return the CPU time for following the grammars of one request: so many seconds, and more for each token."""
+        from lade.backends.grammar.compiled import GrammarBudget
+
+        return GrammarBudget(seconds, token_seconds)
+
+    def processor(self, grammar: Grammar, budget: GrammarBudget | None = None) -> LogitsProcessor:
+        """Return the logits processor of one answer; raises like `compiled`."""
+        from lade.backends.grammar.backend import processor_of
+
+        return processor_of([grammar], self._of_client(_client.get()[0]), budget)
+
+    def close(self) -> None:
+        """Stop the process."""
+        self._trial.close()

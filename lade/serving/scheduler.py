@@ -12,7 +12,6 @@ import torch
 
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
 from lade.serving.batch import EngineBatch
-from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, Wakeups, check_process
 from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
@@ -122,7 +121,7 @@ class Scheduler:
         self, batch: EngineBatch, max_waiting: int, ended: Callable[[BaseException | None], None] | None = None
     ) -> None:
         self._batch, self.max_waiting, self._ended = batch, max_waiting, ended
-        self._capacity: Capacity = batch.capacity
+        self._capacity = batch.running.capacity
         self._waiting = WaitingQueue()
         self._slots: set[QueueSlot] = set()  # reserved for requests in preparation
         self._running: dict[Handle, ActiveRequest] = {}

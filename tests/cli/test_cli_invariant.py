@@ -5,8 +5,8 @@ import json
 import pytest
 from spies import failing
 
+from lade import machine
 from lade.backends.cpu.invariant_marker import invariance_of
-from lade.cli import loading
 from lade.cli.loading import load as load_model
 from lade.cli.options.decoding import Output, Speed
 from lade.cli.options.model import Loading
@@ -51,8 +51,8 @@ def test_a_model_in_16_bits_is_invariant_unless_that_is_unwanted(folder, dtype, 
 def test_packing_changes_no_bits_unasked(folder, monkeypatch):
     """Packing alone changes the texts of a model in 16 bits."""
     asked = []
-    monkeypatch.setattr(loading, "pack_if_it_pays", asked.append)
-    monkeypatch.setattr(loading.packing, "pack", lambda model, **given: asked.append(given))
+    monkeypatch.setattr(machine, "pack_if_it_pays", asked.append)
+    monkeypatch.setattr(machine.packing, "pack", lambda model, **given: asked.append(given))
     loaded(folder, "bfloat16", invariant=False)
     assert not asked
     loaded(folder, "bfloat16", invariant=False, pack=True)
@@ -63,10 +63,10 @@ def test_packing_changes_no_bits_unasked(folder, monkeypatch):
 
 def test_a_model_that_cannot_be_invariant_keeps_its_kernels(folder, monkeypatch, capsys):
     problem = UnsupportedModelError("it rounds by the phase of the moon", "wait")
-    failing(monkeypatch, loading.make_invariant, "invariant", problem)
+    failing(monkeypatch, machine.make_invariant, "invariant", problem)
     term = Terminal(Output())
     found = load_model(Loading(model=str(folder), dtype="bfloat16"), term=term, pack=None, invariant=None)
-    assert invariance_of(found.model) is None and not found.packed
+    assert invariance_of(found.model) is None and not found.facts["packed"]
     assert "by the phase of the moon" in capsys.readouterr().err
     with pytest.raises(UnsupportedModelError, match="phase"):
         loaded(folder, "bfloat16", invariant=True)

@@ -1,10 +1,12 @@
 import random
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lade.cli.run import RUNS, Palette
+from lade import Step
+from lade.cli.run import RUNS, Painter
 from lade.hf.detokenizer import Detokenizer
 
 TEXTS = [
@@ -100,8 +102,12 @@ def test_the_cost_of_a_step_is_bounded(tokenizer):
 
 
 def test_neighbouring_runs_have_different_colours_and_single_tokens_none():
-    palette = Palette()
-    styles = [palette.style(tokens) for tokens in (1, 3, 2, 1, 1, 4, 2)]
+    styles = []
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
+    term = SimpleNamespace(write=lambda text, style: styles.append(style))
+    painter = Painter(SimpleNamespace(tokenizer=tokenizer), term)
+    for tokens in (1, 3, 2, 1, 1, 4, 2):
+        painter(Step(1, [0] * tokens, ["bonus"] * tokens, tokens, 0.0))
     assert [styles[i] for i in (0, 3, 4)] == [""] * 3
     assert {styles[1], styles[2]} == {styles[5], styles[6]} == set(RUNS)
     assert styles[2] != styles[5]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from pretend import torch_threads
 
-from lade.cli import diagnosis
+from lade import machine
+from lade.cli import info
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.files import Records
 from lade.tuning import cost_cache
@@ -35,8 +36,8 @@ def steady(monkeypatch, tmp_path):
     monkeypatch.setattr(cost_cache.StepTimer, "__call__", call)
     monkeypatch.setattr(cost_cache, "samples_of", functools.partial(cost_cache.samples_of, clock=lambda: state["now"]))
     monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "cache"))
-    monkeypatch.setattr(diagnosis, "LONGEST_ANSWER", 24)
-    for module in (cost_cache, diagnosis):
+    monkeypatch.setattr(info, "LONGEST_ANSWER", 24)
+    for module in (cost_cache, machine):
         monkeypatch.setattr(module, "contention_now", lambda threads: state["contention"])
     return state
 
@@ -189,6 +190,6 @@ WELL = {
     ],
 )
 def test_advice(part, changed, words):
-    assert diagnosis.advice(WELL) == []
-    (line,) = diagnosis.advice({**WELL, part: {**WELL[part], **changed}})
+    assert info.advice(WELL) == []
+    (line,) = info.advice({**WELL, part: {**WELL[part], **changed}})
     assert words in line

@@ -65,9 +65,9 @@ def test_chat_says_so(lade, folder, small_layers_count, it_pays):
 
 
 def test_the_embedded_model_is_packed_only_if_one_says_so_and_small_ones_never(folder):
-    assert [loaded(None, pack=pack).packed for pack in (None, False, True)] == [False, False, True]
-    assert not loaded(str(folder), pack=True).packed
+    assert [loaded(None, pack=pack).facts["packed"] for pack in (None, False, True)] == [False, False, True]
+    assert not loaded(str(folder), pack=True).facts["packed"]
 
 
 def test_loading_alone_packs_nothing(folder, small_layers_count):
-    assert not loaded(str(folder)).packed
+    assert not loaded(str(folder)).facts["packed"]

@@ -206,7 +206,7 @@ def test_within_a_line_of_text_there_is_none(on_a_terminal, capsys):
     term.write(" a time\n")
     assert capsys.readouterr().err == ""
     term.show_status("decoding")
-    term.hide_status()
+    term.status.hide()
     assert texts(capsys.readouterr().err) == ["decoding"]
 
 
@@ -227,7 +227,7 @@ def test_a_bar_keeps_it_away(on_a_terminal, capsys):
         progress.add_task("a bar", total=1)
         term.show_status("hidden")
     term.show_status("seen")
-    term.hide_status()
+    term.status.hide()
     assert texts(capsys.readouterr().err) == ["seen"]
 
 
@@ -269,9 +269,9 @@ def test_work_that_goes_on_gives_signs_of_life(tempo, capsys):
     ("output", "ends"),
     [
         (Output(), lambda term: term.write("a text\n")),
-        (Output(), lambda term: (term.end_status(), term.show_status("more"))),
-        (Output(quiet=True), lambda term: term.tell_progress("1 of 2 prompts")),
-        (Output(debug=True), lambda term: term.tell_progress("1 of 2 prompts")),
+        (Output(), lambda term: (term.status.close(), term.show_status("more"))),
+        (Output(quiet=True), lambda term: term.status.tell("1 of 2 prompts")),
+        (Output(debug=True), lambda term: term.status.tell("1 of 2 prompts")),
     ],
     ids=["a text", "the end", "quiet", "debug"],
 )
@@ -286,9 +286,9 @@ def test_what_ends_the_work_and_quiet_and_debug_have_no_such_lines(tempo, capsys
 def test_progress_is_told_now_and_then(tempo, capsys):
     tempo(every=0.0)
     with terminal() as term:
-        term.tell_progress("1 of 3 prompts")
+        term.status.tell("1 of 3 prompts")
         tempo(every=60.0)
-        term.tell_progress("2 of 3 prompts")
+        term.status.tell("2 of 3 prompts")
     assert capsys.readouterr().err == "1 of 3 prompts\n"
 
 

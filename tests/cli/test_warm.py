@@ -177,10 +177,9 @@ def test_tenths():
 
     runs = [run(10, 1), run(10, 2), *[run(1, 7) for _ in range(16)], run(5, 3), run(15, 5)]
     harvest = WarmResult(runs)
-    assert harvest.first_tenth == 1.5 and harvest.last_tenth == 4.5
-    assert harvest.rate == pytest.approx((10 + 20 + 16 * 7 + 15 + 75) / 56)
-    assert WarmResult(runs[:2]).first_tenth == 1 and WarmResult(runs[:2]).last_tenth == 2
-    assert WarmResult().first_tenth == WarmResult().rate == 0
+    assert harvest.rates() == (1.5, 4.5, pytest.approx((10 + 20 + 16 * 7 + 15 + 75) / 56))
+    assert WarmResult(runs[:2]).rates()[:2] == (1, 2)
+    assert WarmResult().rates() == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,15 @@ from served import (
 )
 
 from lade import Grammar
-from lade.backends.grammar.compiled import GrammarBudget, SlowGrammarError, vocabulary_of_tokenizer
-from lade.backends.grammar.trial import TrialError
-from lade.server import answer as answers
-from lade.server import structured_output
+from lade.backends.grammar import trial as trials
+from lade.backends.grammar.compiled import GrammarBudget, vocabulary_of_tokenizer
+from lade.grammar import GrammarError
 from lade.server.errors import ApiError
 from lade.server.keys import Key, Keys
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
 from lade.server.structured_output import message_grammar, requested_calls, requested_grammar
+from lade.serving.request import GrammarCompiler
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -202,7 +202,7 @@ class HeldTrial:
 def held(monkeypatch):
     """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
     trial = HeldTrial()
-    monkeypatch.setattr(structured_output, "GrammarTrial", lambda specials: trial)
+    monkeypatch.setattr(trials, "GrammarTrial", lambda specials: trial)
     with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
         try:
             yield server, trial, lambda *given: threads.submit(ask, server, *given)
@@ -236,7 +236,7 @@ def test_nobody_waits_for_grammars_of_others_to_be_tried(held):
 
 def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
     server, trial, _ = held
-    trial.problem = SlowGrammarError("too slow")
+    trial.problem = GrammarError("too slow")
     trial.let.release(1)
     for _ in range(3):
         answer = ask(server, "slow")
@@ -247,7 +247,7 @@ def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
 def test_a_grammar_that_could_not_be_tried_is_tried_again(held):
     server, trial, _ = held
     trial.let.release(100)
-    trial.problem = TrialError("it could not be tried")
+    trial.problem = OSError("it could not be tried")
     answer = ask(server, "a0")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "grammar_not_tried"
     trial.problem = None
@@ -269,7 +269,8 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_tried(held):
 
 
 def test_a_grammar_that_takes_too_long_to_follow_ends_its_request_alone(monkeypatch):
-    monkeypatch.setattr(answers, "GrammarBudget", lambda *_: GrammarBudget(0.0, 0.0))
+    exhausted = GrammarBudget(0.0, 0.0)
+    monkeypatch.setattr(GrammarCompiler, "budget", lambda *_: exhausted)
     with running() as server:
         answer = server.chat(structured_outputs={"choice": ["yes", "no"]}, max_tokens=4)
         error = answer.json()["error"]

@@ -13,7 +13,7 @@ from spies import failing, watched
 
 from lade.cli.encoder import open_image
 from lade.errors import InputError
-from lade.model.prepared import IMAGE_FORMATS
+from lade.files import IMAGE_FORMATS
 from lade.server.chat_template import ChatTemplate, Images
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest

@@ -128,7 +128,7 @@ class Driven:
     def add(self, ids, lookahead=PAPER, *, seed=None, on_step=None, scope=None, prompt_logprobs=None, **arguments):
         options = RequestOptions(resolve(lookahead)[0], seed=seed, scope=scope, prompt_logprobs=prompt_logprobs)
         request = prepare(self.model, ids, {"pad_token_id": PAD, **arguments}, options=options)
-        self.batch.capacity.check(request.need)
+        self.batch.running.capacity.check(request.need)
         logprobs = request.prompt_logprobs
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step, prompt_logprobs=logprobs)
         self.waiting.append((request, handle))
@@ -156,7 +156,7 @@ class Driven:
 
     def check(self):
         """No more than there may be, and nothing kept of those that have ended."""
-        capacity, cache = self.batch.capacity, cache_of(self.batch)
+        capacity, cache = self.batch.running.capacity, cache_of(self.batch)
         rows, slots = cache.room
         assert rows * slots <= max(capacity.max_tokens, 0)
         assert len(self.batch.running.active) <= capacity.max_rows

@@ -137,7 +137,7 @@ def check_displaced(case, prefill_tokens):
     """Rows make room for others, some while their prompts are fed, and go on."""
     model = case.build(**LIMITS.get(str(case), {}))
     driven = Driven(model, prefill_tokens, max_rows=3, headroom=3)
-    capacity = driven.batch.capacity
+    capacity = driven.batch.running.capacity
     driven.batch.running.capacity = replace(capacity, max_tokens=115 + 3 * capacity.state_slots)
     for seed in range(3):
         driven.add(prompt(20, seed), (SMALL, None)[seed % 2], max_new_tokens=32, do_sample=False)

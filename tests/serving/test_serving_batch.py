@@ -196,7 +196,7 @@ def test_no_tree_is_larger_than_is_reckoned_with(config):
 
 def test_a_request_that_is_too_long_is_told_the_numbers():
     driven = Driven(LLAMA, max_tokens=140)
-    size = driven.batch.capacity.token_bytes
+    size = driven.batch.running.capacity.token_bytes
     assert size == 2 * 2 * 2 * 8 * 8, "layers, keys and values, heads, their size, bytes of float64"
     with pytest.raises(
         InputError,

@@ -13,6 +13,7 @@ from lade.backends.cpu.packing import pack as packing
 from lade.cli import loading
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError, InputError
+from lade.machine import uninvariant_reason
 from lade.memory import fingerprint_of
 from lade.tuning.packing_choice import pack_if_it_pays
 from lade_lab.cli.job import Plan
@@ -41,7 +42,8 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
             )
     if plan.weights.threads is not None:
         torch.set_num_threads(plan.weights.threads)
-    invariant = loading.is_made_invariant(model, plan.weights.invariant)
+    wanted = plan.weights.invariant
+    invariant = not uninvariant_reason(model) if wanted is None else wanted
     record = Model(
         name=plan.model_name(invariant=invariant),
         kind=model.config.model_type,

@@ -125,7 +125,7 @@ def soaked(server: LiveServer, how: Soak, log: Log, term: Terminal) -> list[Samp
     start, samples = time.monotonic(), list[Sample]()
     last = start, usage(server.pid).processor_s
     clients.start()
-    term.hide_status()
+    term.status.hide()
     try:
         while time.monotonic() < start + 3600 * how.hours:
             time.sleep(max(0.0, start + how.every * (len(samples) + 1) - time.monotonic()))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
-from lade.backends.grammar.compiled import GrammarBudget, GrammarError, Matcher, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import GrammarBudget, Matcher, Vocabulary, vocabulary_of_tokenizer
 from lade.errors import InputError
-from lade.grammar import GRAMMARS, Grammar, GrammarArgument
+from lade.grammar import GRAMMARS, Grammar, GrammarArgument, GrammarError
 from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocabulary_of
 
 _PROMPT_TAIL = 16
@@ -145,7 +145,7 @@ def processor_of(
     return GrammarProcessor([Matcher(vocabulary, grammar.source, budget) for grammar in grammars], vocabulary)
 
 
-def processor_of_tokenizer(grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]) -> GrammarProcessor:
+def processor_for(grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]) -> GrammarProcessor:
     """Return the processor of grammars for one tokenizer; see `Grammar.processor`."""
     return processor_of(grammars, vocabulary_of_tokenizer(tokenizer, ends))
 
@@ -245,7 +245,7 @@ class GrammarBackend:
     constraints_for = staticmethod(constraints_for)
     with_grammar = staticmethod(with_grammar)
     processor = GrammarProcessor
-    processor_of_tokenizer = staticmethod(processor_of_tokenizer)
+    processor_for = staticmethod(processor_for)
 
 
 GRAMMARS.fill(GrammarBackend())

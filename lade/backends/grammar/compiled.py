@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 
 from lade.errors import InputError, MissingExtraError
-from lade.grammar import shortened
+from lade.grammar import GrammarError, shortened
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -36,15 +36,7 @@ LIMITS: dict[str, Any] = {
 them."""
 
 Trial = Callable[[str], None]
-"""Called with a grammar before it is compiled; raises `SlowGrammarError` to reject it."""
-
-
-class GrammarError(InputError):
-    """An answer cannot follow its grammar any further."""
-
-
-class SlowGrammarError(InputError):
-    """A grammar exceeds its time limit for compilation."""
+"""Called with a grammar before it is compiled; raises `GrammarError` to reject it."""
 
 
 _vocabularies: WeakKeyDictionary[Any, dict[tuple[int, ...], Vocabulary]] = WeakKeyDictionary()
@@ -118,7 +110,7 @@ class Vocabulary:
 
         Raises:
             InputError: the grammar is invalid, or exceeds the limits of compilation.
-            SlowGrammarError: the grammar failed its trial.
+            GrammarError: the grammar failed its trial.
         """
         with self._lock:
             kept = self._compiled.get(grammar)

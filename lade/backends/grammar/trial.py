@@ -22,7 +22,8 @@ from time import process_time, sleep
 from typing import NoReturn
 from weakref import finalize
 
-from lade.backends.grammar.compiled import LIMITS, SlowGrammarError
+from lade.backends.grammar.compiled import LIMITS
+from lade.grammar import GrammarError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _NAME = re.compile(r"<[^<>\s]+>")  # of a token in a grammar; other added tokens
 _ANY_TOKEN = "<[*]>"
 
 
-class TrialError(Exception):
+class TrialError(OSError):
     """A grammar could not be tried, whatever it is like."""
 
 
@@ -60,7 +61,7 @@ class GrammarTrial:
         """Return once the grammar has compiled in time.
 
         Raises:
-            SlowGrammarError: the grammar takes too long or too much memory.
+            GrammarError: the grammar takes too long or too much memory.
             TrialError: it was not tried to the end: the process was killed or stopped, or cannot be started.
         """
         line = self._neutral(json.dumps(grammar))
@@ -76,7 +77,7 @@ class GrammarTrial:
                 ended = None if stuck else process.wait()
                 self._end()
                 if ended in _BY_ITSELF:
-                    raise SlowGrammarError(
+                    raise GrammarError(
                         f"it takes more than {self._seconds:g} s, or {_BYTES >> 30} GiB, to compile: give a simpler one"
                     )
                 logger.warning("the trial of a grammar ended early (%s)", "no answer" if stuck else ended)

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import functools
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from transformers import GenerationConfig
 
-from lade import ConfigError, InputError, Memory, UnsupportedModelError, load_gguf
-from lade.backends.cpu.invariant import make_invariant
-from lade.backends.cpu.invariant_marker import invariance_of
-from lade.backends.cpu.packing import folder as packed_folder
-from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.processes.leader import connect
-from lade.backends.processes.team import dismiss, team_of
-from lade.cli.loading.from_pretrained import (
-    ModelSource,
-    downloading,
-    find,
-    load_model,
-    load_processor,
-    load_tokenizer,
-    put_adapter,
-    quiet,
-)
+from lade import ConfigError, InputError, Memory, load_gguf, load_packed, machine
+from lade.backends.cpu.packing.folder import is_packed_folder
+from lade.cli.loading import from_pretrained as checkpoint
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.hf.distributed import follow_until_dismissed
-from lade.model.config import LEARNED_POSITIONS, dtype_name
+from lade.model.config import LEARNED_POSITIONS
 from lade.model.prepared import placeholder_ids
-from lade.model.supports import supports, unwrap
-from lade.tuning.packing_choice import pack_if_it_pays
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -71,27 +51,16 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
-    def packed(self) -> bool:
-        """True if linear layers are prepacked for the CPU."""
-        return packing.packed_layers(self.model) > 0
-
-    @property
     def facts(self) -> dict[str, Any]:
         """Fields about the model that every `--json` prints."""
-        weights = packing.integer_weights(self.model)
-        named = {"model": self.name, "dtype": self.dtype, "packed": self.packed}
-        return {**named, "weights": weights, "invariant": self.invariant}
+        return {"model": self.name, "dtype": self.dtype, **machine.setup_of(self.model)}
 
     @property
     def layout(self) -> str:
         """Weight layout to show after the dtype, such as ", int8, invariant"."""
-        layout = packing.integer_weights(self.model) or ("packed" if self.packed else "")
-        return (f", {layout}" if layout else "") + (", invariant" if self.invariant else "")
-
-    @property
-    def invariant(self) -> bool:
-        """True if the model is batch invariant."""
-        return invariance_of(unwrap(self.model)) is not None
+        found = machine.setup_of(self.model)
+        layout = found["weights"] or ("packed" if found["packed"] else "")
+        return (f", {layout}" if layout else "") + (", invariant" if found["invariant"] else "")
 
     @property
     def context(self) -> int | None:
@@ -154,27 +123,39 @@ def load(
         loading.check_split(pack=pack, invariant=invariant)
     if processes > 1 or loading.attn_implementation is not None:
         invariant = bool(invariant)
-    term.closing.enter_context(nullcontext() if term.debug else quiet())
+    term.closing.enter_context(nullcontext() if term.debug else checkpoint.quiet())
     target = _target(loading, processes)
     term.show_status(f"looking for {loading.name}")
-    source = find(loading)
-    with downloading(term) if source.download and term.animated else nullcontext():
+    source = checkpoint.find(loading)
+    with checkpoint.downloading(term) if source.download and term.animated else nullcontext():
         term.show_status(f"loading {source.shown}")
-        is_packed = source.is_gguf or (source.local and packed_folder.is_packed_folder(source.name))
+        is_packed = source.is_gguf or (source.local and is_packed_folder(source.name))
         if source.is_gguf:
             model, tokenizer = _load_gguf(source, loading, processes)
         else:
-            tokenizer, given = load_tokenizer(source, loading), (source, loading)
-            model = _load_packed(*given) if is_packed else load_model(*given, target, images, processes)
-        processor = functools.cache(functools.partial(load_processor, source, loading))
+            tokenizer, given = checkpoint.load_tokenizer(source, loading), (source, loading)
+            model = _load_packed(*given) if is_packed else checkpoint.load_model(*given, target, images, processes)
+        processor = functools.cache(functools.partial(checkpoint.load_processor, source, loading))
         if loading.adapter is not None:
-            put_adapter(model, loading, source)
+            checkpoint.put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
-    undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
-    variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
+    if is_packed:
+        loading = replace(loading, weights=None)
+    undone = _set_up(model, loading, term, pack=False if is_packed and pack is None else pack, invariant=invariant)
+    variant = {**loading.variant, **({"weights": str(machine.setup_of(model)["weights"])} if is_packed else {})}
     defaults = _make_greedy(model, source.shown)
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
+
+
+def _set_up(
+    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, invariant: bool | None
+) -> dict[str, str]:
+    """Pack a model and make it invariant as the options say; return `LoadedModel.undone`."""
+    small = pack is None and loading.model is None  # the embedded model gains nothing from it
+    pack, aside = False if small else pack, functools.partial(term.say, style="dim")
+    undone = machine.set_up(model, pack=pack, weights=loading.weights, invariant=invariant, say=aside)
+    return {**undone, "packed": "the embedded model is too small"} if small and "packed" in undone else undone
 
 
 def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
@@ -200,84 +181,19 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
     return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer) if memory.exists() else Memory())
 
 
-def is_made_invariant(model: Any, wanted: bool | None) -> bool:
-    """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
-    return not _unneeded(model) if wanted is None else wanted
-
-
-def _unneeded(model: Any) -> str:
-    """Return why the shell does not make a model invariant by itself; empty if it does."""
-    if model.device.type != "cpu":
-        return "on a GPU it is not done unasked"
-    if not packing.rounds_visibly(model):
-        return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
-    return make_invariant.refusal(model)
-
-
-def _set_up(
-    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool | None
-) -> dict[str, str]:
-    """Pack the model in place and make it invariant; None for what keeps its text and pays.
-
-    Packing changes the last bits of a model in 16 bits. So by default such a model is packed only together with
-    invariant kernels, which make the text of plain decoding that of drafting.
-
-    Returns:
-        `LoadedModel.undone`.
-    """
-    undone = {"packed": "not asked for"}
-    if loading.weights is not None and not is_packed:
-        term.show_status("packing the weights")
-        packing.pack(model, weights=loading.weights)
-        pack = False
-    elif pack is None and (loading.model is None or is_packed):
-        pack, undone = False, {"packed": "the embedded model is too small"}
-    rounds, on_cpu = packing.rounds_visibly(model), model.device.type == "cpu"
-    wanted = is_made_invariant(model, invariant)
-    packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
-    if packs_in_panels and not packing.packable(model):
-        undone["packed"] = "its layers are small"
-    elif pack or packs_in_panels:
-        term.show_status("packing the weights")
-        packing.pack(model, panels=packs_in_panels)
-        undone["packed"] = ""
-    elif pack is None and on_cpu and not rounds:
-        term.show_status("packing the weights")
-        undone["packed"] = pack_if_it_pays(model) or ""
-    elif pack is None:
-        undone["packed"] = "it would change the last bits: --pack" if on_cpu else "packing is for the CPU"
-    if not wanted:
-        undone["invariant"] = "not asked for" if invariant is False else _unneeded(model)
-    else:
-        term.show_status("checking batch invariance")
-        try:
-            make_invariant.invariant(model)
-        except UnsupportedModelError as problem:
-            if invariant:
-                raise
-            if packs_in_panels:
-                packing.unpack(model)
-                undone["packed"] = "without invariant kernels it would change the last bits: --pack"
-            undone["invariant"] = problem.reason
-            term.say(f"decoded with its own kernels: {problem.reason}", "dim")
-    if packing.packed_layers(model):
-        del undone["packed"]
-    return undone
-
-
-def _load_packed(source: ModelSource, loading: Loading) -> Any:
+def _load_packed(source: checkpoint.ModelSource, loading: Loading) -> Any:
     """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
     if loading.dtype != "auto":
         raise ConfigError("dtype", loading.dtype, "not available for a packed model")
     _check_packed(loading)
-    model = packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
-    weights = packing.integer_weights(model)
+    model = load_packed(source.name, attn_implementation=loading.attn_implementation)
+    weights = machine.setup_of(model)["weights"]
     if loading.weights not in (None, weights):
         raise ConfigError("weights", loading.weights, f"the model is packed in {weights}")
     return model
 
 
-def _load_gguf(source: ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
+def _load_gguf(source: checkpoint.ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
     """Load model and tokenizer from a GGUF file, which fixes device and quantization."""
     if processes > 1:
         raise InputError(f"model file {source.shown!r} cannot be split over processes: run it without torchrun")
@@ -321,42 +237,7 @@ def join_processes(term: Terminal) -> int:
 
     All but the first write nothing but errors from then on.
     """
-    if not dist.is_available() or not dist.is_torchelastic_launched():
-        return 1
-    connect()
-    if dist.get_rank():
+    processes = machine.join_processes()
+    if processes > 1 and not machine.is_first_process():
         term.mute()
-    return dist.get_world_size()
-
-
-def is_first_process() -> bool:
-    """Return True in the process of rank 0."""
-    return dist.get_rank() == 0
-
-
-def prepare_split_model(model: Any) -> None:
-    """Make the collective calls that a split model needs in every process before its first generation."""
-    team_of(model)
-    supports(model)
-
-
-@contextmanager
-def leading(model: Any, processes: int) -> Iterator[bool]:
-    """Yield True in the first process; the others follow its passes until its block ends, and then get False.
-
-    The followers ignore SIGTERM and Ctrl-C, which torchrun sends to all: the first process may have work to finish.
-    """
-    if processes == 1:
-        yield True
-        return
-    prepare_split_model(model)
-    if is_first_process():
-        try:
-            yield True
-        finally:
-            dismiss(model)
-        return
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
-    follow_until_dismissed(model)
-    yield False
+    return processes

@@ -39,13 +39,13 @@ _SILENT = 50  # logging.CRITICAL
 @contextmanager
 def downloading(term: Terminal) -> Iterator[None]:
     """Show the hub's download bars and transformers' loading bars, and suspend the status line."""
-    term.suspend_status(True)
+    term.status.hold(True)
     logging.enable_progress_bar()
     try:
         yield
     finally:
         logging.disable_progress_bar()
-        term.suspend_status(False)
+        term.status.hold(False)
 
 
 @contextmanager
