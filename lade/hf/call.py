@@ -267,7 +267,8 @@ def refuse_unforwarded_streamer() -> None:
     `generate`. The streamer found is ended and refused, never used.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_generate(frame):
+    generate = ("generate", GenerationMixin.__module__)
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != generate:
         frame = frame.f_back
     streamer = None if frame is None else frame.f_locals.get("streamer")
     if streamer is None:
@@ -278,11 +279,6 @@ def refuse_unforwarded_streamer() -> None:
         "streamer= cannot be used with custom_generate=lade.decode: transformers does not pass it on",
         "give it to lade.decoder(streamer=...) or lade.generate(streamer=...) alone, or call lade.enable(model)",
     )
-
-
-def _is_generate(frame: FrameType) -> bool:
-    """Return whether a frame belongs to transformers' `GenerationMixin.generate`."""
-    return frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GenerationMixin.__module__
 
 
 def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:

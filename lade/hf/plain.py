@@ -61,15 +61,16 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         passes[-1].end = perf_counter()
 
     begin = perf_counter()
+    counted: Sequence[_Pass] = passes
     with hooked(model, before=before, after=after):
         try:
             yield rows
         except BaseException:
             # A pass counts if another one follows, prefill as a whole: the last failed, or its token was not emitted.
-            prefilled = any(each.fed == 1 for each in passes[1:])
-            _add_passes(stats, passes[:-1] if prefilled else (), begin, perf_counter(), rows)
+            counted = passes[:-1] if any(each.fed == 1 for each in passes[1:]) else ()
             raise
-        _add_passes(stats, passes, begin, perf_counter(), rows)
+        finally:
+            _add_passes(stats, counted, begin, perf_counter(), rows)
 
 
 def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:

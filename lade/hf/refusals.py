@@ -158,16 +158,8 @@ def _refuse_caches(prepared: Prepared, plan: MaskPlan) -> None:
 
 def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     """Return the arguments that selected a generation mode, for the error message."""
-    names = (
-        "do_sample",
-        "num_beams",
-        "num_beam_groups",
-        "prompt_lookup_num_tokens",
-        "use_mtp",
-        "penalty_alpha",
-        "dola_layers",
-    )
-    values = {name: getattr(config, name, None) for name in names}
+    names = "do_sample num_beams num_beam_groups prompt_lookup_num_tokens use_mtp penalty_alpha dola_layers"
+    values = {name: getattr(config, name, None) for name in names.split()}
     given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
     return ", ".join(given) or f"generation mode {mode.value}"
 
