@@ -245,22 +245,18 @@ class TreeLayer(CacheLayerMixin):
         self.lengths = [*self.lengths, length]
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> TreeLayer:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, *indexer_keys: torch.Tensor) -> TreeLayer:
         """Return a layer with copies of keys and values, `[B, H, T, D]`, without spare capacity."""
         layer = cls()
         layer.dtype, layer.device = keys.dtype, keys.device
-        layer.keys, layer.values = copied(keys), copied(values)
+        for name, states in zip(_NAMES, (keys, values, *indexer_keys), strict=False):
+            setattr(layer, name, copied(states))
         layer.lengths, layer.is_initialized = [keys.shape[2]] * keys.shape[0], True
         return layer
 
     def copy_row(self, row: int, tokens: int) -> TreeLayer:
         """Return a layer with copies of the first tokens of one row; see `TreeCache.copy_row`."""
-        layer = TreeLayer()
-        layer.dtype, layer.device = self.dtype, self.device
-        for name, buffer in self.buffers.items():
-            setattr(layer, name, copied(buffer[row : row + 1, :, :tokens]))
-        layer.lengths, layer.is_initialized = [tokens], True
-        return layer
+        return TreeLayer.of(*(buffer[row : row + 1, :, :tokens] for buffer in self.buffers.values()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle: buffers trimmed to the part in use."""

@@ -407,37 +407,22 @@ def _is_checked_individually(module: nn.Module) -> bool:
 
 def _is_trusted(thing: Any) -> bool:
     """Return whether a class or callable, and everything it wraps, is defined in a trusted package."""
-    if type(thing) is FunctionType and not thing.__dict__:  # most are
-        return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
-    if isinstance(thing, type):  # a class wraps nothing
-        return str(thing.__module__).partition(".")[0] in TRUSTED
-    return _defining_module(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_callables(thing)))
-
-
-def _defining_module(thing: Any) -> str:
-    """Return the name of the defining module, which `functools.wraps` does not change."""
+    wrapped: list[Any] = [] if isinstance(thing, type) else [getattr(thing, "__wrapped__", None)]
     match thing:
-        case partial():
-            return _defining_module(thing.func)
-        case MethodType():
-            return _defining_module(thing.__func__)
-        case FunctionType():
-            return str(thing.__globals__.get("__name__"))
+        case FunctionType():  # `functools.wraps` does not change its globals
+            home = thing.__globals__.get("__name__")
         case type() | BuiltinFunctionType():
-            return str(thing.__module__)
-    return type(thing).__module__
-
-
-def _wrapped_callables(thing: Any) -> Iterator[Any]:
-    """Yield the callables that one forwards its arguments to, as far as it tells."""
-    if isinstance(thing, type):
-        return
-    if isinstance(thing, MethodType):
-        thing = thing.__func__
-    if type(thing).__module__ == "accelerate.hooks":
-        yield from getattr(thing, "hooks", ())  # of a SequentialHook
-    if hasattr(thing, "__wrapped__"):
-        yield thing.__wrapped__
+            home = thing.__module__
+        case MethodType():
+            return _is_trusted(thing.__func__)
+        case partial():
+            home = "torch"  # as what it adds is not code
+            wrapped.append(thing.func)
+        case _:
+            home = type(thing).__module__
+            if home == "accelerate.hooks":
+                wrapped += getattr(thing, "hooks", ())  # of a SequentialHook
+    return str(home).partition(".")[0] in TRUSTED and all(_is_trusted(each) for each in wrapped if each is not None)
 
 
 INVARIANCE = "batch_invariance"
