@@ -22,9 +22,8 @@ before the language model head are small, and the head is then applied to them i
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -87,7 +86,7 @@ class HiddenStates:
         hook: PromptLogitsHook,
         logits: torch.Tensor,
         length: int,
-        rows: Iterable[Sequence[int]],
+        rows: Sequence[Sequence[int]],
         paddings: Sequence[int] | None = None,
     ) -> None:
         """Call a hook with these logits, prompt by prompt; see `prompt_logits`.
@@ -95,9 +94,8 @@ class HiddenStates:
         `rows` has for each prompt the indices of its rows, `paddings` the number of columns before it, None for zeros.
         `length` is the number of tokens in the prompt, cached ones and padding included.
         """
-        places = [(numbers, 0) for numbers in rows] if paddings is None else list(zip(rows, paddings, strict=True))
         for start, piece in self.prompt_logits(logits, length):
-            for (numbers, padding), own in zip(places, piece, strict=True):
+            for numbers, padding, own in zip(rows, paddings or [0] * len(rows), piece, strict=True):
                 padded = max(0, padding - start)  # columns of this piece that are no tokens of the prompt
                 if padded < len(own):
                     hook(numbers, start + padded - padding, own[padded:])
@@ -272,8 +270,12 @@ def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 class PromptPasses:
     """Feeds prompts to one model, a decoder that `lade.supports`.
 
-    Transformers' prefill reads `prefill_chunk_size` from the final generation config. If it `pads`, prompts of several
-    lengths may share a pass.
+    Transformers' prefill reads `prefill_chunk_size` from the final generation config.
+
+    Attributes:
+        pads: whether prompts of several lengths may share a pass.
+        all_logits: whether hooks get the logits that the model itself returns, of one prompt at a time. Otherwise the
+            head is applied to the hidden states, without the scaling or capping of some models.
     """
 
     def __init__(
@@ -283,17 +285,8 @@ class PromptPasses:
         self._plan, self._generation_config, self._device = plan, generation_config, device
         # Not in chunked prefill: last tokens differ by chunk.
         self.pads = plan.pads and plan.attends and generation_config.prefill_chunk_size is None
-        self._all_logits = False
+        self.all_logits = False
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
-
-    def with_all_logits(self) -> PromptPasses:
-        """Return passes over one prompt at a time, whose hooks get the logits that the model itself returns.
-
-        Other passes apply the head to the hidden states, without the scaling or capping of some models.
-        """
-        passes = copy.copy(self)
-        passes._all_logits = True
-        return passes
 
     def feed(
         self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
@@ -331,7 +324,7 @@ class PromptPasses:
         """Return the context of a pass in which a hook can read the logits of the prompt."""
         if hook is None:
             return nullcontext()
-        if not self._all_logits:
+        if not self.all_logits:
             return HiddenStates(self._model)
         keep_all = {"logits_to_keep": 0} if "logits_to_keep" in self._accepts else {}
         return hooked(self._model, before=lambda _, kwargs: kwargs.update(keep_all))  # some models override it

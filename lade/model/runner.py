@@ -151,7 +151,8 @@ class EagerRunner:
     def with_all_logits(self) -> Self:
         """Return a runner of the same model whose prefill of one prompt gives its hook the model's own logits."""
         runner = copy.copy(self)
-        runner._prompt_passes = self._prompt_passes.with_all_logits()
+        runner._prompt_passes = copy.copy(self._prompt_passes)
+        runner._prompt_passes.all_logits = True
         return runner
 
     def tree_cache(self) -> TreeCache:
