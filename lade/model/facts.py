@@ -407,7 +407,7 @@ def _is_checked_individually(module: nn.Module) -> bool:
 
 def _is_trusted(thing: Any) -> bool:
     """Return whether a class or callable, and everything it wraps, is defined in a trusted package."""
-    wrapped: list[Any] = [] if isinstance(thing, type) else [getattr(thing, "__wrapped__", None)]
+    wrapped = [thing.__wrapped__] if hasattr(thing, "__wrapped__") and not isinstance(thing, type) else []
     match thing:
         case FunctionType():  # `functools.wraps` does not change its globals
             home = thing.__globals__.get("__name__")
@@ -422,7 +422,7 @@ def _is_trusted(thing: Any) -> bool:
             home = type(thing).__module__
             if home == "accelerate.hooks":
                 wrapped += getattr(thing, "hooks", ())  # of a SequentialHook
-    return str(home).partition(".")[0] in TRUSTED and all(_is_trusted(each) for each in wrapped if each is not None)
+    return str(home).partition(".")[0] in TRUSTED and all(map(_is_trusted, wrapped))
 
 
 INVARIANCE = "batch_invariance"
