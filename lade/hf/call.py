@@ -386,14 +386,11 @@ def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list
         if prediction.ndim not in (1, 2) or prediction.is_floating_point() or prediction.is_complex():
             found = f"{prediction.dtype} of shape {list(prediction.shape)}"
             raise InputError(f"prediction is {found}: give ids, [L] or [B, L], or text")
-        several = prediction.tolist() if prediction.ndim == 2 else [prediction.tolist()]
-    elif isinstance(prediction, str):
-        several = [prediction]
-    elif isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
+        prediction = prediction.tolist()
+    if isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
         raise InputError(f"prediction is of type {type(prediction).__name__}: give text, or ids, or one per prompt")
-    else:
-        several = [prediction] if all(_is_id(token) for token in prediction) else list(prediction)
-    return [_ids_of(one, tokenizer) for one in several]
+    is_one = isinstance(prediction, str) or all(_is_id(token) for token in prediction)
+    return [_ids_of(one, tokenizer) for one in ([prediction] if is_one else prediction)]
 
 
 def _ids_of(one: Any, tokenizer: Any) -> list[int]:

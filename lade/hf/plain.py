@@ -258,27 +258,22 @@ def _steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterat
     thread.start()
     index, home = 0, os.getpid()
     try:
-        while (item := _next(channel, home)) is not None:
+        while (item := channel.items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             source = "bonus" if index else "prefill"
             yield Step(index, item, [source] * len(item), 1, perf_counter() - lap)
+            if os.getpid() != home:
+                raise LadeError(
+                    f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, "
+                    "has no thread for that: start a new stream in this process"
+                )
             index, lap = index + 1, perf_counter()
             channel.request()
     finally:
         if os.getpid() == home:
             channel.close()
             thread.join()
-
-
-def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
-    """Return the next item; `home` is the process with the generating thread."""
-    if os.getpid() != home:
-        raise LadeError(
-            f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
-            "thread for that: start a new stream in this process"
-        )
-    return channel.items.get()
 
 
 def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:
