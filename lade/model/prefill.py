@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -46,19 +46,17 @@ PIECE_LOGITS = 2**24
 
 
 class HiddenStates:
-    """Collects the base model's hidden states in calls by this thread, while the context is open."""
+    """Hidden states `[B, T, H]` of the last tokens of prompts, given or collected from the base model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, states: torch.Tensor | None = None) -> None:
         self._model: Any = model
-        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
-        self._hook = hooked(self._model.get_decoder(), after=self._collect)
+        self._states = states
 
-    def __enter__(self) -> Self:
-        self._hook.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hook.__exit__(*error)
+    @contextmanager
+    def collecting(self) -> Iterator[Self]:
+        """Collect the states from calls by this thread, while the context lasts."""
+        with hooked(self._model.get_decoder(), after=self._collect):
+            yield self
 
     def _collect(self, output: Any) -> None:
         states: torch.Tensor = output[0]  # [B, T, H]
@@ -78,8 +76,20 @@ class HiddenStates:
             The index of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model split over
             several devices the head may be on another one.
         """
-        if self._states is not None:
-            yield from logits_of(self._model, self._states, logits, length)
+        head, states = self._model.get_output_embeddings(), self._states
+        if states is None or head is None or not _can_read(head, states):
+            return  # another layer is between decoder and head: the logits cannot be computed here
+        piece = max(1, PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
+        first = length - states.shape[1]
+        whole = head(states) if states.shape[1] <= piece else None
+        last = head(states[:, -1]) if whole is None else whole[:, -1]
+        scale = (last * logits.to(last.device)).sum() / (last * last).sum()
+        # Scaled in place, since these are the largest tensors of a call: some take longer to allocate than to compute.
+        if whole is not None:
+            yield first, whole.mul_(scale).to(logits.device)
+            return
+        for start in range(0, states.shape[1], piece):
+            yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
     def report(
         self,
@@ -99,26 +109,6 @@ class HiddenStates:
                 padded = max(0, padding - start)  # columns of this piece that are no tokens of the prompt
                 if padded < len(own):
                     hook(numbers, start + padded - padding, own[padded:])
-
-
-def logits_of(
-    model: Any, states: torch.Tensor, logits: torch.Tensor, length: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield logits from states `[B, T, H]` of the prompts' last tokens; see `HiddenStates.prompt_logits`."""
-    head = model.get_output_embeddings()
-    if head is None or not _can_read(head, states):
-        return  # another layer is between decoder and head: the logits cannot be computed here
-    piece = max(1, PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
-    first = length - states.shape[1]
-    whole = head(states) if states.shape[1] <= piece else None
-    last = head(states[:, -1]) if whole is None else whole[:, -1]
-    scale = (last * logits.to(last.device)).sum() / (last * last).sum()
-    # Scaled in place, since these are the largest tensors of a call: some take longer to allocate than to compute.
-    if whole is not None:
-        yield first, whole.mul_(scale).to(logits.device)
-        return
-    for start in range(0, states.shape[1], piece):
-        yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
 
 def _can_read(head: Any, states: torch.Tensor) -> bool:
@@ -325,7 +315,7 @@ class PromptPasses:
         if hook is None:
             return nullcontext()
         if not self.all_logits:
-            return HiddenStates(self._model)
+            return HiddenStates(self._model).collecting()
         keep_all = {"logits_to_keep": 0} if "logits_to_keep" in self._accepts else {}
         return hooked(self._model, before=lambda _, kwargs: kwargs.update(keep_all))  # some models override it
 
@@ -370,12 +360,10 @@ class PromptPasses:
         cache.trim(lengths)
         logits: torch.Tensor = output.logits  # a model without a base model returns those of all tokens
         logits = logits[:, 0] if logits.shape[1] == 1 else _last(logits, lengths)
-        if hook is None:
-            return logits
-        for length, states in kept.items():
-            for start, piece in logits_of(self._model, states, logits[groups[length]], length):
-                for number, prompt_logits in zip(groups[length], piece, strict=True):
-                    hook(sharing[number], start, prompt_logits)
+        if hook:
+            for length, states in kept.items():
+                rows = [sharing[number] for number in groups[length]]
+                HiddenStates(self._model, states).report(hook, logits[groups[length]], length, rows)
         return logits
 
     def _arguments(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class EagerRunner:
         """Feed prompts with media inputs, gaps or embeddings, one per row; return logits `[B, V]`."""
         with _resetting(cache, after_error=not cache.get_seq_length()):
             self._begin_prompt(cache)
-            with HiddenStates(self.model) if hook and prompts.readable else nullcontext() as hidden:
+            with HiddenStates(self.model).collecting() if hook and prompts.readable else nullcontext() as hidden:
                 logits = prompts.feed(self.model, self.generation_config, cache)
             cache.settle()
         if hook and hidden:
