@@ -176,12 +176,10 @@ class TreeLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.lengths = [0] * key_states.shape[0]
-        rows, heads, needed, _ = key_states.shape
+        rows, _, needed, _ = key_states.shape
         slots = needed + spare_capacity(needed)
-        self.keys = _zeros(key_states, (rows, heads, slots, key_states.shape[3]))
-        self.values = _zeros(value_states, (rows, value_states.shape[1], slots, value_states.shape[3]))
-        self.is_initialized = True
+        self.keys, self.values = (_resized(states, (0, 0), rows, slots) for states in (key_states, value_states))
+        self.lengths, self.is_initialized = [0] * rows, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -197,7 +195,7 @@ class TreeLayer(CacheLayerMixin):
         rows, fed, first = len(self.lengths), key_states.shape[2], max(self.lengths)
         visible = first + fed
         if visible > self.keys.shape[2]:
-            self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
+            TreeLayer.reserve(self, self.keys.shape[0], visible + spare_capacity(visible))
         self.lengths = [length + fed for length in self.lengths]  # `fed` is symbolic where a pass is compiled
         keys, values = self.keys, self.values
         if keys.shape[0] != rows:
@@ -393,12 +391,6 @@ class JoinedLayers:
         places = ((layer, name) for layer in self.layers for name in layer.buffers)
         for (layer, name), view in zip(places, self._joined_buffers[0].tensor.unbind(), strict=True):
             setattr(layer, name, view)
-
-
-def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
-    """Return a copy of the buffer `[B, H, capacity, D]` with capacity for `needed` tokens and some spare ones."""
-    rows, _, tokens, _ = buffer.shape
-    return _resized(buffer, (rows, tokens), rows, needed + spare_capacity(needed))
 
 
 def spare_capacity(tokens: int) -> int:

@@ -351,7 +351,6 @@ INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
 """Layer types of models with recurrent layers; the last two keep no state."""
-_WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
 
 
 def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
@@ -371,7 +370,7 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         # A model without layer types in its masks does not mask by them. But transformers' cache follows them, and
         # keeps only the last tokens for a layer with a window or with chunks.
         window = _common_window(window for _, window in layers)
-        attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
+        attends = any(kind == "hybrid" or kind not in RECURRENT_TYPES for kind, _ in layers)
         spans["attention"] = AttentionSpan(window) if attends else None
     backend = config._attn_implementation
     return MaskPlan(
