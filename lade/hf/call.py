@@ -55,7 +55,6 @@ class NeedsGenerateError(UnsupportedArgumentError):
 
 def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a call, or one that streams steps, be made by all processes that decode the model."""
-    together = "stream_together" if streams else "call_together"
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -63,7 +62,7 @@ def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T
             if not may_be_shared(unwrap(model)):
                 return function(model, *args, **kwargs)
             begin = functools.partial(function, model, *args, **kwargs)
-            return getattr(import_module("lade.hf.distributed"), together)(model, begin, kwargs)
+            return import_module("lade.hf.distributed").together(model, begin, kwargs, streams=streams)
 
         return cast(Callable[P, T], call)
 

@@ -6,8 +6,8 @@ memory. All processes return its result, and torch's generators advance alike in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -20,9 +20,6 @@ from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModel
 from lade.hf.plain import generate_plainly
 from lade.model.facts import CACHE, with_present_cache_name
 from lade.model.supports import unwrap
-from lade.stats import Step
-
-T = TypeVar("T")
 
 _PER_PROCESS = {
     CACHE: "each of them needs a cache of its own",
@@ -71,26 +68,16 @@ def follow_until_dismissed(model: Any) -> None:
                 raise
 
 
-def call_together(model: Any, call: Callable[[], T], arguments: Mapping[str, Any]) -> T:
-    """Make a call with these arguments together with the other processes of a model, if there are any."""
+def together(model: Any, call: Callable[[], Any], arguments: Mapping[str, Any], *, streams: bool) -> Any:
+    """Make a call, or one that streams steps, together with the other processes of a model, if there are any."""
     inner = unwrap(model)
 
-    def led() -> T:
+    def led() -> Any:
         _refuse_per_process(inner, arguments)
         return _without_cache(call(), inner)
 
-    return team.together(inner, led, _plainly(model))
-
-
-def stream_together(model: Any, begin: Callable[[], Iterator[Step]], arguments: Mapping[str, Any]) -> Iterator[Step]:
-    """Stream steps together with the other processes of a model, if there are any."""
-    inner = unwrap(model)
-
-    def led() -> Iterator[Step]:
-        _refuse_per_process(inner, arguments)
-        return begin()
-
-    return team.steps_together(inner, led, _plainly(model))
+    lead = team.steps_together if streams else team.together
+    return lead(inner, led, _plainly(model))
 
 
 def _refuse_per_process(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
@@ -105,7 +92,7 @@ def _plainly(model: Any) -> PlainDecode:
     return lambda arguments: generate_plainly(model, None, None, arguments)
 
 
-def _without_cache(output: T, model: PreTrainedModel) -> T:
+def _without_cache(output: Any, model: PreTrainedModel) -> Any:
     """Return an output object without its cache, of which each process has only a part."""
     if not isinstance(output, ModelOutput) or team.leader_of(model) is None:
         return output

@@ -399,9 +399,9 @@ def spare_capacity(tokens: int) -> int:
 
 
 def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
-    """Return a buffer of this size with the used rows and tokens of the old one."""
+    """Return a buffer of this size, zeroed but for the used rows and tokens of the old one."""
     most_rows, longest = used
-    resized = _zeros(buffer, (max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3]))
+    resized = empty(buffer, (max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3])).zero_()
     resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]
     return resized
 
@@ -423,11 +423,6 @@ def selected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return copied(states[rows.to(states.device)])
 
 
-def _zeros(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a zeroed buffer for such states, see `empty`."""
-    return empty(states, shape).zero_()
-
-
 def empty(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return a buffer for such states; an ordinary tensor even in inference mode, as it is written to after a pass."""
     with torch.inference_mode(False):
@@ -436,9 +431,8 @@ def empty(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], lengths: Sequence[int]) -> torch.Tensor:
     """Return a buffer of these rows, with room to grow."""
-    rows = [(parts[part], row) for part, row in places]
-    first, longest = parts[0], max(lengths)
-    buffer = _zeros(first, (len(rows), first.shape[1], longest + spare_capacity(longest), first.shape[3]))
-    for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
-        buffer[number, :, :length] = part[row, :, :length]
+    longest = max(lengths)
+    buffer = _resized(parts[0], (0, 0), len(places), longest + spare_capacity(longest))
+    for number, ((part, row), length) in enumerate(zip(places, lengths, strict=True)):
+        buffer[number, :, :length] = parts[part][row, :, :length]
     return buffer
