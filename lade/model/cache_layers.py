@@ -331,31 +331,24 @@ class StatefulLayer:
 
     def begin(self, ancestry: Ancestry | None) -> None:
         """Begin a pass: over trees, or a plain one, which updates the states in place."""
-        raise NotImplementedError
 
     def keep(self, last: torch.Tensor) -> None:
         """After a pass over trees, advance each row's states along the path to node `last[b]`; `[B]` int64."""
-        raise NotImplementedError
 
     def blank(self) -> Any:
         """Return an empty layer of the same kind."""
-        raise NotImplementedError
 
     def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
-        raise NotImplementedError
 
     def reserve(self, rows: int, slots: int) -> None:
         """Allocate memory for this many rows, at least for those in use; see `TreeCache.reserve`."""
-        raise NotImplementedError
 
     def take(self, part: Any) -> None:
         """Append the only row of another layer; see `TreeCache.take`."""
-        raise NotImplementedError
 
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
-        raise NotImplementedError
 
 
 class JoinedLayers:

@@ -326,7 +326,9 @@ class ModelFacts:
         names = sorted({kind.__module__ for kind in self.kinds})
         modules = [sys.modules[name] for name in names if name in sys.modules]
         found = [(module, name) for module in modules for name in RECURRENT_FUNCTIONS if hasattr(module, name)]
-        return found if found and has_recurrent_layers(self.model.config) else []
+        # Families with such layers may also be built without.
+        layers = DynamicCache(config=self.model.config).layers if found else ()
+        return found if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers) else []
 
     @cached_property
     def recurrent(self) -> bool:
@@ -378,11 +380,6 @@ def is_one_graph(module: nn.Module) -> bool:
     """Return whether a module was compiled with `fullgraph=True`, as far as its compiler tells."""
     cells = getattr(compiled_call(module), "__closure__", None) or ()
     return any(getattr(cell.cell_contents, "fullgraph", False) is True for cell in cells)
-
-
-def has_recurrent_layers(config: PretrainedConfig) -> bool:
-    """Return whether any layer is recurrent: families with such layers may also be built without."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
 def _picks_single_keys(part: Any) -> bool:

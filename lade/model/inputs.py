@@ -104,10 +104,9 @@ class PackedLayout:
 
     def memory(self, device: torch.device, *, staged: bool = False) -> torch.Tensor:
         """Return a zeroed buffer, `[size_bytes]` uint8, on `device`; in host memory if `staged` for a copy to it."""
-        if not staged:
-            with torch.inference_mode(False):  # it is also written outside of inference mode
-                return torch.zeros(self.size_bytes, dtype=torch.uint8, device=device)
-        return torch.zeros(self.size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        options: dict[str, Any] = {"pin_memory": device.type == "cuda"} if staged else {"device": device}
+        with torch.inference_mode(False):  # it is also written outside of inference mode
+            return torch.zeros(self.size_bytes, dtype=torch.uint8, **options)
 
     def arrays(self, memory: torch.Tensor) -> list[Array]:
         """Return the arrays as views of a buffer in host memory."""
