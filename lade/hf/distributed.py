@@ -21,7 +21,7 @@ from lade.hf.plain import generate_plainly
 from lade.model.facts import CACHE, with_present_cache_name
 from lade.model.supports import unwrap
 
-_PER_PROCESS = {
+_PER_PROCESS = {  # arguments that each of the processes would need a counterpart of
     CACHE: "each of them needs a cache of its own",
     "assistant_model": "the others do not take part in its passes",
 }
@@ -73,27 +73,19 @@ def together(model: Any, call: Callable[[], Any], arguments: Mapping[str, Any], 
     inner = unwrap(model)
 
     def led() -> Any:
-        _refuse_per_process(inner, arguments)
-        return _without_cache(call(), inner)
+        leads = team.leader_of(inner) is not None
+        given = with_present_cache_name(arguments)
+        name = next((name for name in _PER_PROCESS if given.get(name) is not None), None)
+        if leads and name is not None:
+            raise UnsupportedArgumentError(f"{name} cannot be used with {SHARED}: {_PER_PROCESS[name]}", "leave it out")
+        output = call()
+        if leads and isinstance(output, ModelOutput):  # each process has only a part of the cache
+            return type(output)(**{name: value for name, value in output.items() if name != CACHE})
+        return output
 
     lead = team.steps_together if streams else team.together
     return lead(inner, led, _plainly(model))
 
 
-def _refuse_per_process(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedArgumentError` for arguments that each of the processes would need a counterpart of."""
-    arguments = with_present_cache_name(arguments)
-    name = next((name for name in _PER_PROCESS if arguments.get(name) is not None), None)
-    if name is not None and team.leader_of(model) is not None:
-        raise UnsupportedArgumentError(f"{name} cannot be used with {SHARED}: {_PER_PROCESS[name]}", "leave it out")
-
-
 def _plainly(model: Any) -> PlainDecode:
     return lambda arguments: generate_plainly(model, None, None, arguments)
-
-
-def _without_cache(output: Any, model: PreTrainedModel) -> Any:
-    """Return an output object without its cache, of which each process has only a part."""
-    if not isinstance(output, ModelOutput) or team.leader_of(model) is None:
-        return output
-    return type(output)(**{name: value for name, value in output.items() if name != CACHE})
