@@ -138,7 +138,10 @@ class RowSampler:
 
     def draw(self, probabilities: torch.Tensor) -> int:
         """Draw the next token, given probabilities `[1, V]` float32; errors are those of `torch.multinomial`."""
-        _check_probabilities(probabilities)
+        if not bool(_are_in_range(probabilities).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if not bool(probabilities.sum() > 0):
+            raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
         noise = self._draws.noise.block(self._draws.taken[self._row], probabilities)
         token = int((probabilities[0] / noise[self._row]).argmax())
         self.take()
@@ -160,7 +163,8 @@ class RowSampler:
             noise.rewind(self._draws.most_taken)
         (levels,) = upload([np.array(depths, dtype=np.int64)], probabilities.device)
         tokens = (probabilities / torch.stack(blocks)[levels]).argmax(dim=-1)  # [S]
-        return tokens.where(_are_valid(probabilities), NO_TOKEN)
+        are_valid = _are_in_range(probabilities).all(dim=-1) & (probabilities.sum(dim=-1) > 0)  # [S]
+        return tokens.where(are_valid, NO_TOKEN)
 
     def take(self) -> None:
         """Take the next token, which was drawn ahead."""
@@ -189,19 +193,6 @@ def generator_of(device: torch.device) -> torch.Generator:
         return lone
     generators: Sequence[torch.Generator] = module.default_generators
     return generators[module.current_device() if device.index is None else device.index]
-
-
-def _check_probabilities(probabilities: torch.Tensor) -> None:
-    """Raise the errors of `torch.multinomial` for invalid probabilities."""
-    if not bool(_are_in_range(probabilities).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if not bool(probabilities.sum() > 0):
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
-
-
-def _are_valid(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return which rows of `[S, V]` `torch.multinomial` accepts, `[S]` bool."""
-    return _are_in_range(probabilities).all(dim=-1) & (probabilities.sum(dim=-1) > 0)
 
 
 def _are_in_range(probabilities: torch.Tensor) -> torch.Tensor:

@@ -86,21 +86,17 @@ def apply_moves(moves: Sequence[Move], wholes: Sequence[JoinedBuffer]) -> None:
             move.apply_on_device(whole, None)
         else:
             if whole.device not in uploaded:
-                uploaded[whole.device] = upload([np.array(column) for column in _slot_columns(moves)], whole.device)
+                columns = (
+                    [slot for move in moves for slot in move.sources],
+                    [move.row for move in moves for _ in move.sources],
+                    [slot for move in moves for slot in move.targets],
+                )
+                uploaded[whole.device] = upload(list(map(np.array, columns)), whole.device)
             sources, rows, targets = uploaded[whole.device]
             if lone:  # by slices, which is faster
                 move.apply_on_device(whole, sources)
             else:
                 whole[:, rows, :, targets] = whole[:, rows, :, sources]
-
-
-def _slot_columns(moves: Sequence[Move]) -> list[list[int]]:
-    """Return source slots, their rows and target slots of all moves, `[M]` each."""
-    return [
-        [slot for move in moves for slot in move.sources],
-        [move.row for move in moves for _ in move.sources],
-        [slot for move in moves for slot in move.targets],
-    ]
 
 
 _NAMES = "keys", "values", "indexer_keys"

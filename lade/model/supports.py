@@ -264,7 +264,11 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
         return Support(name, reason)
     foreign = _foreign_code(facts)
     if not foreign and is_listed(model, config):
-        return _listed(model, config)
+        try:
+            plan = plan_for(config, by_layer_type=takes_masks_by_layer_type(config))
+        except ValueError as problem:
+            return Support(name, f"it {problem}")
+        return Support(name, plan=replace(plan, pads=True))
     known = _checked.setdefault(model, {})
     state = (config._attn_implementation, model.dtype, *map(id, foreign))
     things, support = known.get(state, ([], None))
@@ -369,14 +373,6 @@ def has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
     listed = ENCODER_DECODERS if model.config.is_encoder_decoder else MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
     return ours and config.model_type in listed
-
-
-def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
-    name = type(model).__name__
-    try:
-        return Support(name, plan=replace(plan_for(config, by_layer_type=takes_masks_by_layer_type(config)), pads=True))
-    except ValueError as problem:
-        return Support(name, f"it {problem}")
 
 
 def takes_masks_by_layer_type(config: PretrainedConfig) -> bool:
