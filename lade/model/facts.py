@@ -225,10 +225,7 @@ class ModelFacts:
         hooked, replaced, compiled = list[nn.Module](), list[nn.Module](), list[nn.Module]()
         for module in modules:  # the list grows during iteration
             state, kind = module.__dict__, type(module)
-            if kind in kinds:
-                kinds[kind].append(module)
-            else:
-                kinds[kind] = [module]
+            kinds.setdefault(kind, []).append(module)
             if state["_forward_hooks"] or state["_forward_pre_hooks"]:
                 hooked.append(module)
             if "forward" in state or "_old_forward" in state:
@@ -404,6 +401,8 @@ def _is_checked_individually(module: nn.Module) -> bool:
 
 def _is_trusted(thing: Any) -> bool:
     """Return whether a class or callable, and everything it wraps, is defined in a trusted package."""
+    if type(thing) is FunctionType and not thing.__dict__:  # most are, and wrap nothing
+        return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
     wrapped = [thing.__wrapped__] if hasattr(thing, "__wrapped__") and not isinstance(thing, type) else []
     match thing:
         case FunctionType():  # `functools.wraps` does not change its globals

@@ -93,13 +93,12 @@ class PackedLayout:
     """Arrays of known dtypes (int64, int32 or bool) and shapes, packed into one buffer."""
 
     def __init__(self, parts: Sequence[tuple[Any, Sequence[int]]]) -> None:
-        self._parts = [(np.dtype(dtype), tuple(shape)) for dtype, shape in parts]
-        self._spans: list[slice] = []
+        self._parts: list[tuple[slice, np.dtype[Any], tuple[int, ...]]] = []
         end = 0
-        for dtype, shape in self._parts:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for kind, shape in parts:
+            dtype, start = np.dtype(kind), -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + dtype.itemsize * math.prod(shape)
-            self._spans.append(slice(start, end))
+            self._parts.append((slice(start, end), dtype, tuple(shape)))
         self.size_bytes = end
 
     def memory(self, device: torch.device, *, staged: bool = False) -> torch.Tensor:
@@ -111,15 +110,11 @@ class PackedLayout:
     def arrays(self, memory: torch.Tensor) -> list[Array]:
         """Return the arrays as views of a buffer in host memory."""
         whole = memory.numpy()
-        return [
-            whole[span].view(dtype).reshape(shape)
-            for span, (dtype, shape) in zip(self._spans, self._parts, strict=True)
-        ]
+        return [whole[span].view(dtype).reshape(shape) for span, dtype, shape in self._parts]
 
     def tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return the arrays as tensor views of a buffer on any device."""
-        parts = zip(self._spans, self._parts, strict=True)
-        return [memory[span].view(_TORCH_DTYPES[dtype]).view(shape) for span, (dtype, shape) in parts]
+        return [memory[span].view(_TORCH_DTYPES[dtype]).view(shape) for span, dtype, shape in self._parts]
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
