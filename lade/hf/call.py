@@ -135,6 +135,16 @@ class Call:
         arguments = arguments_for_callable(self.model, self.inner, self.arguments)
         return {"custom_generate": custom_generate_for(use, self.model, self.predictions), **arguments}
 
+    def for_callable(self, use: Callable[[Prepared], object]) -> dict[str, Any] | None:
+        """Return the arguments with which `model.generate` calls `use`; None to decode plainly."""
+        if self.config is None:
+            return None
+        try:
+            return self.with_callable(use)
+        except UnsupportedError as problem:
+            self.fall_back(problem)
+            return None
+
     def fall_back(self, problem: UnsupportedError) -> None:
         """Report that this call is decoded plainly, or raise the problem if that was not asked for."""
         fall_back(self.inner, problem, self.stats, allowed=self.auto)

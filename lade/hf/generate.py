@@ -198,14 +198,9 @@ def generate(
     with cleaning_up(model):
         call = Call.of(model, inputs, generate_arguments, lookahead, stats, prediction, grammar, streamer)
         refuse_streamed_beams(num_beams(call.inner, call.arguments), streamed=streamer is not None)
-        if call.config is not None:
-            try:
-                arguments = call.with_callable(functools.partial(_decode_prepared, call, unassisted=False))
-            except UnsupportedError as problem:
-                call.fall_back(problem)
-            else:
-                with suppress(NeedsGenerateError):
-                    return cast(Generated, model.generate(**arguments))
+        with suppress(NeedsGenerateError):
+            if arguments := call.for_callable(functools.partial(_decode_prepared, call, unassisted=False)):
+                return cast(Generated, model.generate(**arguments))
         return cast(Generated, import_module("lade.hf.plain").generate_plainly(model, stats, streamer, call.arguments))
 
 

@@ -322,14 +322,14 @@ def warn_of_precision(prepared: Prepared) -> None:
 
     Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
-    note = precision_note(prepared.wrapper)
+    note = precision_note(prepared.wrapper, prepared.model)
     if note:
         warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
 
-def precision_note(model: Any) -> str:
+def precision_note(model: Any, inner: PreTrainedModel | None = None) -> str:
     """Return why accelerated output may differ from `generate`'s, and the remedy; empty if not, and at later calls."""
-    inner = unwrap(model)
+    inner = unwrap(model) if inner is None else inner
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
     is_exact = inner.dtype not in HALF or is_invariant(inner)

@@ -182,6 +182,7 @@ class RootInputs:
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
 
 TREE_ATTENTION, INVARIANT_ATTENTION = "lade_tree", "lade_invariant"
+OWN_ATTENTION = (TREE_ATTENTION, INVARIANT_ATTENTION)
 """Names under which this package registers its attention implementations with transformers."""
 
 
@@ -370,7 +371,7 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
     return MaskPlan(
         spans,
         by_layer_type,
-        additive=backend not in ("sdpa", TREE_ATTENTION, INVARIANT_ATTENTION),
+        additive=backend not in ("sdpa", *OWN_ATTENTION),
         compact=backend == TREE_ATTENTION,
         placed=backend == INVARIANT_ATTENTION,
     )

@@ -23,15 +23,7 @@ from lade.model.facts import (
     needs_synced_passes,
     tensor_parallel_size,
 )
-from lade.model.inputs import (
-    INDEXED,
-    INVARIANT_ATTENTION,
-    LAYER_TYPES,
-    RECURRENT_TYPES,
-    TREE_ATTENTION,
-    MaskPlan,
-    plan_for,
-)
+from lade.model.inputs import INDEXED, LAYER_TYPES, OWN_ATTENTION, RECURRENT_TYPES, MaskPlan, plan_for
 from lade.model.registry import Role
 from lade.native import COMPILER_REMEDY, WITHOUT, library
 
@@ -351,7 +343,7 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     ):
         return reason
     backend = config._attn_implementation or "eager"
-    ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
+    ours = backend in OWN_ATTENTION
     if not (ours or backend in ("sdpa", "eager")) or (ours and (facts.has_encoder or facts.indexers)):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if ours and not model._can_set_attn_implementation():
