@@ -55,7 +55,6 @@ class NeedsGenerateError(UnsupportedArgumentError):
 
 def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a call, or one that streams steps, be made by all processes that decode the model."""
-    together = "stream_together" if streams else "call_together"
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -63,7 +62,7 @@ def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T
             if not may_be_shared(unwrap(model)):
                 return function(model, *args, **kwargs)
             begin = functools.partial(function, model, *args, **kwargs)
-            return getattr(import_module("lade.hf.distributed"), together)(model, begin, kwargs)
+            return import_module("lade.hf.distributed").together(model, begin, kwargs, streams=streams)
 
         return cast(Callable[P, T], call)
 
@@ -267,7 +266,8 @@ def refuse_unforwarded_streamer() -> None:
     `generate`. The streamer found is ended and refused, never used.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_generate(frame):
+    generate = ("generate", GenerationMixin.__module__)
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != generate:
         frame = frame.f_back
     streamer = None if frame is None else frame.f_locals.get("streamer")
     if streamer is None:
@@ -278,11 +278,6 @@ def refuse_unforwarded_streamer() -> None:
         "streamer= cannot be used with custom_generate=lade.decode: transformers does not pass it on",
         "give it to lade.decoder(streamer=...) or lade.generate(streamer=...) alone, or call lade.enable(model)",
     )
-
-
-def _is_generate(frame: FrameType) -> bool:
-    """Return whether a frame belongs to transformers' `GenerationMixin.generate`."""
-    return frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GenerationMixin.__module__
 
 
 def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -390,14 +385,11 @@ def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list
         if prediction.ndim not in (1, 2) or prediction.is_floating_point() or prediction.is_complex():
             found = f"{prediction.dtype} of shape {list(prediction.shape)}"
             raise InputError(f"prediction is {found}: give ids, [L] or [B, L], or text")
-        several = prediction.tolist() if prediction.ndim == 2 else [prediction.tolist()]
-    elif isinstance(prediction, str):
-        several = [prediction]
-    elif isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
+        prediction = prediction.tolist()
+    if isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
         raise InputError(f"prediction is of type {type(prediction).__name__}: give text, or ids, or one per prompt")
-    else:
-        several = [prediction] if all(_is_id(token) for token in prediction) else list(prediction)
-    return [_ids_of(one, tokenizer) for one in several]
+    is_one = isinstance(prediction, str) or all(_is_id(token) for token in prediction)
+    return [_ids_of(one, tokenizer) for one in ([prediction] if is_one else prediction)]
 
 
 def _ids_of(one: Any, tokenizer: Any) -> list[int]:

@@ -6,8 +6,8 @@ memory. All processes return its result, and torch's generators advance alike in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -20,11 +20,8 @@ from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModel
 from lade.hf.plain import generate_plainly
 from lade.model.facts import CACHE, with_present_cache_name
 from lade.model.supports import unwrap
-from lade.stats import Step
 
-T = TypeVar("T")
-
-_PER_PROCESS = {
+_PER_PROCESS = {  # arguments that each of the processes would need a counterpart of
     CACHE: "each of them needs a cache of its own",
     "assistant_model": "the others do not take part in its passes",
 }
@@ -71,42 +68,24 @@ def follow_until_dismissed(model: Any) -> None:
                 raise
 
 
-def call_together(model: Any, call: Callable[[], T], arguments: Mapping[str, Any]) -> T:
-    """Make a call with these arguments together with the other processes of a model, if there are any."""
+def together(model: Any, call: Callable[[], Any], arguments: Mapping[str, Any], *, streams: bool) -> Any:
+    """Make a call, or one that streams steps, together with the other processes of a model, if there are any."""
     inner = unwrap(model)
 
-    def led() -> T:
-        _refuse_per_process(inner, arguments)
-        return _without_cache(call(), inner)
+    def led() -> Any:
+        leads = team.leader_of(inner) is not None
+        given = with_present_cache_name(arguments)
+        name = next((name for name in _PER_PROCESS if given.get(name) is not None), None)
+        if leads and name is not None:
+            raise UnsupportedArgumentError(f"{name} cannot be used with {SHARED}: {_PER_PROCESS[name]}", "leave it out")
+        output = call()
+        if leads and isinstance(output, ModelOutput):  # each process has only a part of the cache
+            return type(output)(**{name: value for name, value in output.items() if name != CACHE})
+        return output
 
-    return team.together(inner, led, _plainly(model))
-
-
-def stream_together(model: Any, begin: Callable[[], Iterator[Step]], arguments: Mapping[str, Any]) -> Iterator[Step]:
-    """Stream steps together with the other processes of a model, if there are any."""
-    inner = unwrap(model)
-
-    def led() -> Iterator[Step]:
-        _refuse_per_process(inner, arguments)
-        return begin()
-
-    return team.steps_together(inner, led, _plainly(model))
-
-
-def _refuse_per_process(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedArgumentError` for arguments that each of the processes would need a counterpart of."""
-    arguments = with_present_cache_name(arguments)
-    name = next((name for name in _PER_PROCESS if arguments.get(name) is not None), None)
-    if name is not None and team.leader_of(model) is not None:
-        raise UnsupportedArgumentError(f"{name} cannot be used with {SHARED}: {_PER_PROCESS[name]}", "leave it out")
+    lead = team.steps_together if streams else team.together
+    return lead(inner, led, _plainly(model))
 
 
 def _plainly(model: Any) -> PlainDecode:
     return lambda arguments: generate_plainly(model, None, None, arguments)
-
-
-def _without_cache(output: T, model: PreTrainedModel) -> T:
-    """Return an output object without its cache, of which each process has only a part."""
-    if not isinstance(output, ModelOutput) or team.leader_of(model) is None:
-        return output
-    return type(output)(**{name: value for name, value in output.items() if name != CACHE})

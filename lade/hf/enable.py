@@ -152,7 +152,7 @@ class Accelerated:
         try:
             return generate(model, streamer=ending, **arguments)
         finally:
-            ending.close()
+            ending.end()
 
 
 class EndingStreamer(BaseStreamer):
@@ -166,14 +166,10 @@ class EndingStreamer(BaseStreamer):
         self._streamer.put(value)
 
     def end(self) -> None:
-        """End the streamer: the text is complete."""
-        self._ended = True
-        self._streamer.end()
-
-    def close(self) -> None:
         """End the streamer unless that was done."""
         if not self._ended:
-            self.end()
+            self._ended = True
+            self._streamer.end()
 
 
 def _owner(model: Any) -> Any:

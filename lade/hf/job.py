@@ -154,9 +154,6 @@ def _predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) 
     return [text for text in texts for _ in range(repeated)]
 
 
-_SEVERAL_KINDS = "several kinds"
-
-
 class DecodeJob:
     """Components that decode the rows of one model.
 
@@ -242,7 +239,7 @@ class DecodeJob:
         """Go by what texts of these kinds, and of those that are decoded beside them, have yielded."""
         if self._engine:
             kinds = {f"engine, {kind}" for kind in kinds} | (set() if alone or self._state is None else {self._kind})
-        self._kind = kinds.pop() if len(kinds) == 1 else _SEVERAL_KINDS
+        self._kind = kinds.pop() if len(kinds) == 1 else "several kinds"
         if self._cost is None or self._learned is None:
             return
         self._state = self._learned.state(self._kind)

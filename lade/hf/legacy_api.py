@@ -17,7 +17,6 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +34,17 @@ LOGGED_GENERATIONS = 65_536
 """Maximum number of log entries, those of the last generations, so that memory stays bounded."""
 
 
-@dataclass
-class _Log:
-    """Sums over all accelerated generations, and an entry [tokens, forward passes] for each of the last ones."""
-
-    tokens: int = 0
-    passes: int = 0
-    entries: deque[list[int]] = field(default_factory=lambda: deque(maxlen=LOGGED_GENERATIONS))
-
-
-@dataclass
 class _Settings:
-    """Settings of `config_lade`, and the log since then."""
+    """Settings of `config_lade`, and the log since then: sums, and an entry [tokens, forward passes] per generation."""
 
-    lookahead: LookaheadConfig = field(default_factory=lambda: LookaheadConfig(adaptive=False, prompt_ngrams=False))
-    debug: bool = False
-    log: _Log = field(default_factory=_Log)
+    def __init__(self) -> None:
+        self.lookahead, self.debug = LookaheadConfig(adaptive=False, prompt_ngrams=False), False
+        self.clear_log()
+
+    def clear_log(self) -> None:
+        """Forget all generations."""
+        self.tokens = self.passes = 0
+        self.entries = deque[list[int]](maxlen=LOGGED_GENERATIONS)
 
 
 _settings = _Settings()
@@ -112,7 +106,7 @@ def config_lade(
     )
     if DEBUG is not None:
         _settings.debug = bool(DEBUG)
-    _settings.log = _Log()
+    _settings.clear_log()
     for name, value, quiet, instead in (
         ("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE, (None, 1, True), "the window moves by one position a step"),
         ("SPLIT_FLAG", SPLIT_FLAG, (None, 0, False), "one attention call serves the whole tree"),
@@ -125,9 +119,9 @@ def config_lade(
 
 def log_history(clear: bool = False) -> None:
     """Print tokens, forward passes and their ratio over all accelerated generations since `config_lade`."""
-    tokens, steps = _settings.log.tokens, _settings.log.passes
+    tokens, steps = _settings.tokens, _settings.passes
     if clear:
-        _settings.log = _Log()
+        _settings.clear_log()
     print("LADE LOG - OVERALL GEN: ", tokens, " STEPS: ", steps, " AVG COMPRESS RATIO: ", tokens / max(steps, 1))  # noqa: T201
 
 
@@ -138,7 +132,7 @@ def save_log(log_dir: str | os.PathLike[str]) -> None:
     """
     if not Path(log_dir).parent.is_dir():
         raise ConfigError("log_dir", str(log_dir), "its folder does not exist; create it first")
-    torch.save(list(_settings.log.entries), log_dir)
+    torch.save(list(_settings.entries), log_dir)
 
 
 def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,17 +151,15 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
         prepared = Prepared(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, wrapper=model
         )
-        session: Session | None = None
-        stats = Stats()
+        session, stats = None, Stats()
         if os.environ.get("USE_LADE", "0") not in ("", "0"):
-            make = functools.partial(Session, config=_settings.lookahead, stats=stats, streamer=streamer)
+            options = {"config": _settings.lookahead, "stats": stats, "streamer": streamer}
             try:
-                session = make(prepared, prompt_streamed=True)  # transformers has streamed the prompt already
+                session = Session(prepared, **options, prompt_streamed=True)  # which transformers has done already
             except UnsupportedError as problem:
                 fall_back(model, problem, stats)
         if session is None:
-            loop = functools.partial(original, model, *prepared.positional, **model_kwargs)
-            return loop(synced_gpus=synced_gpus, streamer=streamer)
+            return original(model, *prepared.positional, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
         output = session.run()
         _log(stats)
         return output
@@ -177,9 +169,9 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log(stats: Stats) -> None:
     passes = stats.steps + stats.generations  # including the prefill of each row
-    log = _settings.log
-    log.tokens, log.passes = log.tokens + stats.new_tokens, log.passes + passes
-    log.entries.append([stats.new_tokens, passes])
+    _settings.tokens += stats.new_tokens
+    _settings.passes += passes
+    _settings.entries.append([stats.new_tokens, passes])
     if _settings.debug:
         ratio = stats.new_tokens / passes
         print("\n==========================ACCELERATION===SUMMARY======================================")  # noqa: T201

@@ -45,6 +45,8 @@ class ModelProxy:
         self._model, self._answers = model, answers
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_reorder_cache":  # hide the method of older models, which transformers would prefer
+            raise AttributeError(name)
         return getattr(self._model, name)
 
     def _prefill(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
@@ -57,6 +59,10 @@ class ModelProxy:
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
         """Return the logits `[B, 1, V]` after the texts."""
         return _output(self._answers.extend(input_ids[:, -1].tolist()))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let beam i continue what was beam `beam_idx[i]`; called by beam search only."""
+        cast(BeamLogits[TreeCache], self._answers).reorder(beam_idx.tolist())
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
         return model_kwargs
@@ -84,20 +90,19 @@ class LockStepSession:
             refuse("sources in a batch in lock-step", "texts of such a batch are drafted beyond tokens not chosen yet")
         plan, texts, images = check(prepared)
         runner = runner_of(prepared, plan, lock_step=True)
-        self._runner = runner.for_prompts(images)
-        check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
+        check_lengths(runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared)
         self._job = DecodeJob(prepared.model, runner, rows=len(texts), without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         self._job.report_to(stats, config)
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
-        self._answers: LockStepLogits[Any]
+        feeding: Any = runner.for_prompts(images)
+        cache = runner.tree_cache()
         if prepared.facts.recurrent:
             from lade.backends.recurrent.backend import RefedCache, RefeedingRunner
 
-            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, self._job.budget)
-        else:
-            self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, self._job.budget)
+            feeding, cache = RefeedingRunner(feeding), RefedCache()
+        self._answers = LockStepLogits[Any](rows, feeding, cache, stats, self._job.budget)
 
     def _row(self, number: int, prompt: list[int], drafter: Drafter) -> LockStepRow:
         config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria
@@ -147,7 +152,6 @@ class _ObservedCriteria(StoppingCriteriaList):
         return ended
 
 
-BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput
 
 
@@ -160,7 +164,7 @@ class BeamSession:
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         if prepared.predictions:
             refuse("prediction with num_beams", "beams are drafted from a memory of their own")
-        plan, texts, images = check(prepared, BEAM_MODES)
+        plan, texts, images = check(prepared, (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE))
         if prepared.facts.recurrent:
             refuse("num_beams", "recurrent layers can advance along one path of a tree only, and beams need several")
         user_cache = prepared.user_cache
@@ -187,7 +191,7 @@ class BeamSession:
     def run(self) -> BeamOutput:
         """Search to the end and return the result of `model.generate`. An error leaves a user's cache empty."""
         search, arguments = decoding_method(self._prepared), self._prepared.positional
-        proxy = _BeamModelProxy(self._prepared.model, self._answers)
+        proxy = ModelProxy(self._prepared.model, self._answers)
         try:
             try:
                 output: BeamOutput = search(proxy, *arguments, use_cache=True, **as_cache(proxy))
@@ -205,23 +209,6 @@ class BeamSession:
         if isinstance(output, GenerateBeamEncoderDecoderOutput):
             return replace(output, **as_cache(self._cache.dynamic_pair()))
         return output
-
-
-class _BeamModelProxy(ModelProxy):
-    """A model proxy that also reorders beams."""
-
-    def __init__(self, model: PreTrainedModel, answers: BeamLogits[TreeCache]) -> None:
-        super().__init__(model, answers)
-        self._beams = answers
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_reorder_cache":  # hide the method of older models, which transformers would prefer
-            raise AttributeError(name)
-        return super().__getattr__(name)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let beam i continue what was beam `beam_idx[i]`."""
-        self._beams.reorder(beam_idx.tolist())
 
 
 def _check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:

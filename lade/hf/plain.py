@@ -61,15 +61,16 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         passes[-1].end = perf_counter()
 
     begin = perf_counter()
+    counted: Sequence[_Pass] = passes
     with hooked(model, before=before, after=after):
         try:
             yield rows
         except BaseException:
             # A pass counts if another one follows, prefill as a whole: the last failed, or its token was not emitted.
-            prefilled = any(each.fed == 1 for each in passes[1:])
-            _add_passes(stats, passes[:-1] if prefilled else (), begin, perf_counter(), rows)
+            counted = passes[:-1] if any(each.fed == 1 for each in passes[1:]) else ()
             raise
-        _add_passes(stats, passes, begin, perf_counter(), rows)
+        finally:
+            _add_passes(stats, counted, begin, perf_counter(), rows)
 
 
 def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
@@ -257,27 +258,22 @@ def _steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterat
     thread.start()
     index, home = 0, os.getpid()
     try:
-        while (item := _next(channel, home)) is not None:
+        while (item := channel.items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             source = "bonus" if index else "prefill"
             yield Step(index, item, [source] * len(item), 1, perf_counter() - lap)
+            if os.getpid() != home:
+                raise LadeError(
+                    f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, "
+                    "has no thread for that: start a new stream in this process"
+                )
             index, lap = index + 1, perf_counter()
             channel.request()
     finally:
         if os.getpid() == home:
             channel.close()
             thread.join()
-
-
-def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
-    """Return the next item; `home` is the process with the generating thread."""
-    if os.getpid() != home:
-        raise LadeError(
-            f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
-            "thread for that: start a new stream in this process"
-        )
-    return channel.items.get()
 
 
 def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:

@@ -324,15 +324,11 @@ class StopRules:
         """Call every criterion, as `StoppingCriteriaList` does."""
         input_ids, scores = self._transcript.upto(tokens), self._record.scores
         answers = [(criterion, criterion(input_ids, scores)) for criterion in self._criteria]
-        reasons = [_reason_of(criterion) for criterion, ends in answers if _all(ends)]
+        # A user's own criterion may return a Python bool.
+        reasons = [_reason_of(criterion) for criterion, ends in answers if bool(torch.as_tensor(ends).all())]
         if reasons:
             self._record.ended_by = min(reasons, key=_RANK.index)
         return bool(reasons)
-
-
-def _all(ends: Any) -> bool:
-    """Return whether a `[1]` bool is true; older criteria return a Python bool."""
-    return bool(ends) if isinstance(ends, bool) else bool(ends.all())
 
 
 def row_for(

@@ -44,8 +44,6 @@ from lade.model.runner import SLOTS, EagerRunner, input_device
 from lade.model.supports import INVARIANT_MODELS, TRIALS, is_listed, support_by, unwrap
 from lade.stats import Stats
 
-ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
-"""Prepared arguments that concern the encoder only."""
 KNOWN_MODEL_KWARGS = frozenset(
     """
     attention_mask cache_position decoder_attention_mask inputs_embeds logits_to_keep position_ids use_cache
@@ -113,7 +111,7 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, 
             refuse(f"{name}=True", "a pass over a tree has no such tensors for a single token")
     if images:
         return
-    known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if prepared.facts.has_encoder else KNOWN_MODEL_KWARGS
+    known = KNOWN_MODEL_KWARGS | {"encoder_outputs"} if prepared.facts.has_encoder else KNOWN_MODEL_KWARGS
     for name, value in prepared.model_kwargs.items():
         if name not in known and not is_unset(value) and not marks_only_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
@@ -158,16 +156,8 @@ def _refuse_caches(prepared: Prepared, plan: MaskPlan) -> None:
 
 def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     """Return the arguments that selected a generation mode, for the error message."""
-    names = (
-        "do_sample",
-        "num_beams",
-        "num_beam_groups",
-        "prompt_lookup_num_tokens",
-        "use_mtp",
-        "penalty_alpha",
-        "dola_layers",
-    )
-    values = {name: getattr(config, name, None) for name in names}
+    names = "do_sample num_beams num_beam_groups prompt_lookup_num_tokens use_mtp penalty_alpha dola_layers"
+    values = {name: getattr(config, name, None) for name in names.split()}
     given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
     return ", ".join(given) or f"generation mode {mode.value}"
 

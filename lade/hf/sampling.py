@@ -113,41 +113,21 @@ class Draws:
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:
-        self._noise = NoiseBlocks(rows, most_bytes, generator)
-        self._taken = [0] * rows
-        self._most_taken = 0
-
-    def draw(self, row: int, probabilities: torch.Tensor) -> int:
-        """Draw the next token of a row; see `RowSampler.draw`."""
-        _check_probabilities(probabilities)
-        noise = self._noise.block(self._taken[row], probabilities)
-        token = int((probabilities[0] / noise[row]).argmax())
-        self.take(row)
-        return token
-
-    def draw_ahead(self, row: int, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """Draw the next tokens of a row, one per node of a tree; see `RowSampler.draw_ahead`."""
-        first = self._taken[row]
-        self._noise.recheck()
-        try:
-            blocks = [self._noise.block(first + depth, probabilities)[row] for depth in range(max(depths) + 1)]
-        finally:  # even without memory the generator must not stay ahead of the text
-            self._noise.rewind(self._most_taken)
-        (levels,) = upload([np.array(depths, dtype=np.int64)], probabilities.device)
-        tokens = (probabilities / torch.stack(blocks)[levels]).argmax(dim=-1)  # [S]
-        return tokens.where(_are_valid(probabilities), NO_TOKEN)
+        self.noise = NoiseBlocks(rows, most_bytes, generator)
+        self.taken = [0] * rows  # number of tokens that each row has taken
+        self.most_taken = 0
 
     def take(self, row: int) -> None:
         """Take a row's next token."""
-        self._taken[row] += 1
-        self._most_taken = max(self._most_taken, self._taken[row])
-        self._noise.rewind(self._most_taken)
-        self._noise.forget(min(self._taken))
+        self.taken[row] += 1
+        self.most_taken = max(self.most_taken, self.taken[row])
+        self.noise.rewind(self.most_taken)
+        self.noise.forget(min(self.taken))
 
     def leave(self, row: int) -> None:
         """Remove a row that has ended: no block is kept for it."""
-        self._taken[row] = sys.maxsize
-        self._noise.forget(min(self._taken))
+        self.taken[row] = sys.maxsize
+        self.noise.forget(min(self.taken))
 
 
 class RowSampler:
@@ -158,7 +138,14 @@ class RowSampler:
 
     def draw(self, probabilities: torch.Tensor) -> int:
         """Draw the next token, given probabilities `[1, V]` float32; errors are those of `torch.multinomial`."""
-        return self._draws.draw(self._row, probabilities)
+        if not bool(_are_in_range(probabilities).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if not bool(probabilities.sum() > 0):
+            raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+        noise = self._draws.noise.block(self._draws.taken[self._row], probabilities)
+        token = int((probabilities[0] / noise[self._row]).argmax())
+        self.take()
+        return token
 
     def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
         """Draw the token after each node of a tree, without waiting for the device; no token is taken yet.
@@ -168,7 +155,16 @@ class RowSampler:
         Returns:
             `[S]` int64 on the same device, `NO_TOKEN` where `draw` would raise.
         """
-        return self._draws.draw_ahead(self._row, probabilities, depths)
+        noise, first = self._draws.noise, self._draws.taken[self._row]
+        noise.recheck()
+        try:
+            blocks = [noise.block(first + depth, probabilities)[self._row] for depth in range(max(depths) + 1)]
+        finally:  # even without memory the generator must not stay ahead of the text
+            noise.rewind(self._draws.most_taken)
+        (levels,) = upload([np.array(depths, dtype=np.int64)], probabilities.device)
+        tokens = (probabilities / torch.stack(blocks)[levels]).argmax(dim=-1)  # [S]
+        are_valid = _are_in_range(probabilities).all(dim=-1) & (probabilities.sum(dim=-1) > 0)  # [S]
+        return tokens.where(are_valid, NO_TOKEN)
 
     def take(self) -> None:
         """Take the next token, which was drawn ahead."""
@@ -197,19 +193,6 @@ def generator_of(device: torch.device) -> torch.Generator:
         return lone
     generators: Sequence[torch.Generator] = module.default_generators
     return generators[module.current_device() if device.index is None else device.index]
-
-
-def _check_probabilities(probabilities: torch.Tensor) -> None:
-    """Raise the errors of `torch.multinomial` for invalid probabilities."""
-    if not bool(_are_in_range(probabilities).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if not bool(probabilities.sum() > 0):
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
-
-
-def _are_valid(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return which rows of `[S, V]` `torch.multinomial` accepts, `[S]` bool."""
-    return _are_in_range(probabilities).all(dim=-1) & (probabilities.sum(dim=-1) > 0)
 
 
 def _are_in_range(probabilities: torch.Tensor) -> torch.Tensor:

@@ -10,5 +10,7 @@ cache_layers.py      its layers
 inputs.py            input tensors and attention masks of a step
 config.py            configuration fields, position limits
 capture_blockers.py  hooks, wrappers and adapters that prevent inference mode or graph capture
-registry.py          the table of backends, and their roles; roles.py: those that calls ask for
+module_changes.py    hooks, overrides and classes that a module has for a while
+randomness.py        random numbers of one thread, apart from those of the process
+registry.py          the table of backends, and their roles
 """

@@ -86,21 +86,17 @@ def apply_moves(moves: Sequence[Move], wholes: Sequence[JoinedBuffer]) -> None:
             move.apply_on_device(whole, None)
         else:
             if whole.device not in uploaded:
-                uploaded[whole.device] = upload([np.array(column) for column in _slot_columns(moves)], whole.device)
+                columns = (
+                    [slot for move in moves for slot in move.sources],
+                    [move.row for move in moves for _ in move.sources],
+                    [slot for move in moves for slot in move.targets],
+                )
+                uploaded[whole.device] = upload(list(map(np.array, columns)), whole.device)
             sources, rows, targets = uploaded[whole.device]
             if lone:  # by slices, which is faster
                 move.apply_on_device(whole, sources)
             else:
                 whole[:, rows, :, targets] = whole[:, rows, :, sources]
-
-
-def _slot_columns(moves: Sequence[Move]) -> list[list[int]]:
-    """Return source slots, their rows and target slots of all moves, `[M]` each."""
-    return [
-        [slot for move in moves for slot in move.sources],
-        [move.row for move in moves for _ in move.sources],
-        [slot for move in moves for slot in move.targets],
-    ]
 
 
 _NAMES = "keys", "values", "indexer_keys"
@@ -176,12 +172,10 @@ class TreeLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate buffers like `key_states` and `value_states` (`[B, H, T, D]`), with room to grow."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.lengths = [0] * key_states.shape[0]
-        rows, heads, needed, _ = key_states.shape
+        rows, _, needed, _ = key_states.shape
         slots = needed + spare_capacity(needed)
-        self.keys = _zeros(key_states, (rows, heads, slots, key_states.shape[3]))
-        self.values = _zeros(value_states, (rows, value_states.shape[1], slots, value_states.shape[3]))
-        self.is_initialized = True
+        self.keys, self.values = (_resized(states, (0, 0), rows, slots) for states in (key_states, value_states))
+        self.lengths, self.is_initialized = [0] * rows, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -197,7 +191,7 @@ class TreeLayer(CacheLayerMixin):
         rows, fed, first = len(self.lengths), key_states.shape[2], max(self.lengths)
         visible = first + fed
         if visible > self.keys.shape[2]:
-            self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
+            TreeLayer.reserve(self, self.keys.shape[0], visible + spare_capacity(visible))
         self.lengths = [length + fed for length in self.lengths]  # `fed` is symbolic where a pass is compiled
         keys, values = self.keys, self.values
         if keys.shape[0] != rows:
@@ -245,22 +239,18 @@ class TreeLayer(CacheLayerMixin):
         self.lengths = [*self.lengths, length]
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> TreeLayer:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, *indexer_keys: torch.Tensor) -> TreeLayer:
         """Return a layer with copies of keys and values, `[B, H, T, D]`, without spare capacity."""
         layer = cls()
         layer.dtype, layer.device = keys.dtype, keys.device
-        layer.keys, layer.values = copied(keys), copied(values)
+        for name, states in zip(_NAMES, (keys, values, *indexer_keys), strict=False):
+            setattr(layer, name, copied(states))
         layer.lengths, layer.is_initialized = [keys.shape[2]] * keys.shape[0], True
         return layer
 
     def copy_row(self, row: int, tokens: int) -> TreeLayer:
         """Return a layer with copies of the first tokens of one row; see `TreeCache.copy_row`."""
-        layer = TreeLayer()
-        layer.dtype, layer.device = self.dtype, self.device
-        for name, buffer in self.buffers.items():
-            setattr(layer, name, copied(buffer[row : row + 1, :, :tokens]))
-        layer.lengths, layer.is_initialized = [tokens], True
-        return layer
+        return TreeLayer.of(*(buffer[row : row + 1, :, :tokens] for buffer in self.buffers.values()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle: buffers trimmed to the part in use."""
@@ -337,31 +327,24 @@ class StatefulLayer:
 
     def begin(self, ancestry: Ancestry | None) -> None:
         """Begin a pass: over trees, or a plain one, which updates the states in place."""
-        raise NotImplementedError
 
     def keep(self, last: torch.Tensor) -> None:
         """After a pass over trees, advance each row's states along the path to node `last[b]`; `[B]` int64."""
-        raise NotImplementedError
 
     def blank(self) -> Any:
         """Return an empty layer of the same kind."""
-        raise NotImplementedError
 
     def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         """Take over rows of other layers; see `TreeCache.join`."""
-        raise NotImplementedError
 
     def reserve(self, rows: int, slots: int) -> None:
         """Allocate memory for this many rows, at least for those in use; see `TreeCache.reserve`."""
-        raise NotImplementedError
 
     def take(self, part: Any) -> None:
         """Append the only row of another layer; see `TreeCache.take`."""
-        raise NotImplementedError
 
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
-        raise NotImplementedError
 
 
 class JoinedLayers:
@@ -399,21 +382,15 @@ class JoinedLayers:
             setattr(layer, name, view)
 
 
-def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
-    """Return a copy of the buffer `[B, H, capacity, D]` with capacity for `needed` tokens and some spare ones."""
-    rows, _, tokens, _ = buffer.shape
-    return _resized(buffer, (rows, tokens), rows, needed + spare_capacity(needed))
-
-
 def spare_capacity(tokens: int) -> int:
     """Return the spare capacity beyond `tokens`: half as much again, so that copies stay rare."""
     return max(SPARE_TOKENS, tokens // 2)
 
 
 def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
-    """Return a buffer of this size with the used rows and tokens of the old one."""
+    """Return a buffer of this size, zeroed but for the used rows and tokens of the old one."""
     most_rows, longest = used
-    resized = _zeros(buffer, (max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3]))
+    resized = empty(buffer, (max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3])).zero_()
     resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]
     return resized
 
@@ -435,11 +412,6 @@ def selected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return copied(states[rows.to(states.device)])
 
 
-def _zeros(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a zeroed buffer for such states, see `empty`."""
-    return empty(states, shape).zero_()
-
-
 def empty(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return a buffer for such states; an ordinary tensor even in inference mode, as it is written to after a pass."""
     with torch.inference_mode(False):
@@ -448,9 +420,8 @@ def empty(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], lengths: Sequence[int]) -> torch.Tensor:
     """Return a buffer of these rows, with room to grow."""
-    rows = [(parts[part], row) for part, row in places]
-    first, longest = parts[0], max(lengths)
-    buffer = _zeros(first, (len(rows), first.shape[1], longest + spare_capacity(longest), first.shape[3]))
-    for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
-        buffer[number, :, :length] = part[row, :, :length]
+    longest = max(lengths)
+    buffer = _resized(parts[0], (0, 0), len(places), longest + spare_capacity(longest))
+    for number, ((part, row), length) in enumerate(zip(places, lengths, strict=True)):
+        buffer[number, :, :length] = parts[part][row, :, :length]
     return buffer

@@ -2,13 +2,8 @@
 
 Inference mode makes a pass of a small model, which consists of hundreds of small operations, 6 % faster; the numbers
 are the same. But its tensors may not be written to outside the mode, and autograd refuses them. So none of them may
-reach user code:
-
-- logits are returned as ordinary tensors that share their memory;
-- the cache allocates its buffers as ordinary tensors, see `TreeLayer`;
-- a model in which anything else might keep a tensor of a pass runs without inference mode: one with foreign code,
-  hooks, adapters or custom weight classes, with recurrent layers, whose states are tensors of a pass, or with rotary
-  frequencies or position tables that a pass may replace.
+reach user code: logits and the cache's buffers are ordinary tensors, and a model in which anything else might keep a
+tensor of a pass runs without inference mode.
 
 This is checked when a generation begins, or a request of an engine: hooks that are added later get inference tensors.
 """

@@ -65,16 +65,13 @@ _WINDOW_FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 def layer_windows(config: PretrainedConfig) -> list[tuple[str, int | None]]:
     """Return type and window of each layer, as transformers' cache reads them; None for no window."""
-    pairs = list(zip(_lengths(config, _WINDOW_FIELDS[SLIDING]), _lengths(config, _WINDOW_FIELDS[CHUNKED]), strict=True))
-    kinds = field(config, "layer_types") or [
-        SLIDING if window is not None else CHUNKED if chunk is not None else FULL_ATTENTION for window, chunk in pairs
+    lengths = zip(*(per_layer(config, name) for name in _WINDOW_FIELDS.values()), strict=True)
+    windows = [
+        {kind: length for kind, length in zip(_WINDOW_FIELDS, own, strict=True) if isinstance(length, int)}
+        for own in lengths
     ]
-    windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
-    return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]
-
-
-def _lengths(config: PretrainedConfig, name: str) -> list[int | None]:
-    return [length if isinstance(length, int) else None for length in per_layer(config, name)]
+    kinds = field(config, "layer_types") or [next(iter(own), FULL_ATTENTION) for own in windows]
+    return [(kind, own.get(kind)) for kind, own in zip(kinds, windows, strict=False)]
 
 
 def window_too_short(config: PretrainedConfig) -> str:

@@ -225,10 +225,7 @@ class ModelFacts:
         hooked, replaced, compiled = list[nn.Module](), list[nn.Module](), list[nn.Module]()
         for module in modules:  # the list grows during iteration
             state, kind = module.__dict__, type(module)
-            if kind in kinds:
-                kinds[kind].append(module)
-            else:
-                kinds[kind] = [module]
+            kinds.setdefault(kind, []).append(module)
             if state["_forward_hooks"] or state["_forward_pre_hooks"]:
                 hooked.append(module)
             if "forward" in state or "_old_forward" in state:
@@ -326,7 +323,9 @@ class ModelFacts:
         names = sorted({kind.__module__ for kind in self.kinds})
         modules = [sys.modules[name] for name in names if name in sys.modules]
         found = [(module, name) for module in modules for name in RECURRENT_FUNCTIONS if hasattr(module, name)]
-        return found if found and has_recurrent_layers(self.model.config) else []
+        # Families with such layers may also be built without.
+        layers = DynamicCache(config=self.model.config).layers if found else ()
+        return found if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers) else []
 
     @cached_property
     def recurrent(self) -> bool:
@@ -380,11 +379,6 @@ def is_one_graph(module: nn.Module) -> bool:
     return any(getattr(cell.cell_contents, "fullgraph", False) is True for cell in cells)
 
 
-def has_recurrent_layers(config: PretrainedConfig) -> bool:
-    """Return whether any layer is recurrent: families with such layers may also be built without."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
 def _picks_single_keys(part: Any) -> bool:
     picks = isinstance(part.index_topk, int) and not hasattr(part, "index_kpool")
     return picks and set(inspect.signature(type(part).forward).parameters) > _INDEXER_ARGUMENTS
@@ -407,37 +401,24 @@ def _is_checked_individually(module: nn.Module) -> bool:
 
 def _is_trusted(thing: Any) -> bool:
     """Return whether a class or callable, and everything it wraps, is defined in a trusted package."""
-    if type(thing) is FunctionType and not thing.__dict__:  # most are
+    if type(thing) is FunctionType and not thing.__dict__:  # most are, and wrap nothing
         return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
-    if isinstance(thing, type):  # a class wraps nothing
-        return str(thing.__module__).partition(".")[0] in TRUSTED
-    return _defining_module(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_callables(thing)))
-
-
-def _defining_module(thing: Any) -> str:
-    """Return the name of the defining module, which `functools.wraps` does not change."""
+    wrapped = [thing.__wrapped__] if hasattr(thing, "__wrapped__") and not isinstance(thing, type) else []
     match thing:
-        case partial():
-            return _defining_module(thing.func)
-        case MethodType():
-            return _defining_module(thing.__func__)
-        case FunctionType():
-            return str(thing.__globals__.get("__name__"))
+        case FunctionType():  # `functools.wraps` does not change its globals
+            home = thing.__globals__.get("__name__")
         case type() | BuiltinFunctionType():
-            return str(thing.__module__)
-    return type(thing).__module__
-
-
-def _wrapped_callables(thing: Any) -> Iterator[Any]:
-    """Yield the callables that one forwards its arguments to, as far as it tells."""
-    if isinstance(thing, type):
-        return
-    if isinstance(thing, MethodType):
-        thing = thing.__func__
-    if type(thing).__module__ == "accelerate.hooks":
-        yield from getattr(thing, "hooks", ())  # of a SequentialHook
-    if hasattr(thing, "__wrapped__"):
-        yield thing.__wrapped__
+            home = thing.__module__
+        case MethodType():
+            return _is_trusted(thing.__func__)
+        case partial():
+            home = "torch"  # as what it adds is not code
+            wrapped.append(thing.func)
+        case _:
+            home = type(thing).__module__
+            if home == "accelerate.hooks":
+                wrapped += getattr(thing, "hooks", ())  # of a SequentialHook
+    return str(home).partition(".")[0] in TRUSTED and all(map(_is_trusted, wrapped))
 
 
 INVARIANCE = "batch_invariance"

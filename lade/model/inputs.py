@@ -93,34 +93,28 @@ class PackedLayout:
     """Arrays of known dtypes (int64, int32 or bool) and shapes, packed into one buffer."""
 
     def __init__(self, parts: Sequence[tuple[Any, Sequence[int]]]) -> None:
-        self._parts = [(np.dtype(dtype), tuple(shape)) for dtype, shape in parts]
-        self._spans: list[slice] = []
+        self._parts: list[tuple[slice, np.dtype[Any], tuple[int, ...]]] = []
         end = 0
-        for dtype, shape in self._parts:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for kind, shape in parts:
+            dtype, start = np.dtype(kind), -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + dtype.itemsize * math.prod(shape)
-            self._spans.append(slice(start, end))
+            self._parts.append((slice(start, end), dtype, tuple(shape)))
         self.size_bytes = end
 
     def memory(self, device: torch.device, *, staged: bool = False) -> torch.Tensor:
         """Return a zeroed buffer, `[size_bytes]` uint8, on `device`; in host memory if `staged` for a copy to it."""
-        if not staged:
-            with torch.inference_mode(False):  # it is also written outside of inference mode
-                return torch.zeros(self.size_bytes, dtype=torch.uint8, device=device)
-        return torch.zeros(self.size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        options: dict[str, Any] = {"pin_memory": device.type == "cuda"} if staged else {"device": device}
+        with torch.inference_mode(False):  # it is also written outside of inference mode
+            return torch.zeros(self.size_bytes, dtype=torch.uint8, **options)
 
     def arrays(self, memory: torch.Tensor) -> list[Array]:
         """Return the arrays as views of a buffer in host memory."""
         whole = memory.numpy()
-        return [
-            whole[span].view(dtype).reshape(shape)
-            for span, (dtype, shape) in zip(self._spans, self._parts, strict=True)
-        ]
+        return [whole[span].view(dtype).reshape(shape) for span, dtype, shape in self._parts]
 
     def tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return the arrays as tensor views of a buffer on any device."""
-        parts = zip(self._spans, self._parts, strict=True)
-        return [memory[span].view(_TORCH_DTYPES[dtype]).view(shape) for span, (dtype, shape) in parts]
+        return [memory[span].view(_TORCH_DTYPES[dtype]).view(shape) for span, dtype, shape in self._parts]
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
@@ -188,6 +182,7 @@ class RootInputs:
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
 
 TREE_ATTENTION, INVARIANT_ATTENTION = "lade_tree", "lade_invariant"
+OWN_ATTENTION = (TREE_ATTENTION, INVARIANT_ATTENTION)
 """Names under which this package registers its attention implementations with transformers."""
 
 
@@ -351,7 +346,6 @@ INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
 """Layer types of models with recurrent layers; the last two keep no state."""
-_WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
 
 
 def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
@@ -371,13 +365,13 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
         # A model without layer types in its masks does not mask by them. But transformers' cache follows them, and
         # keeps only the last tokens for a layer with a window or with chunks.
         window = _common_window(window for _, window in layers)
-        attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
+        attends = any(kind == "hybrid" or kind not in RECURRENT_TYPES for kind, _ in layers)
         spans["attention"] = AttentionSpan(window) if attends else None
     backend = config._attn_implementation
     return MaskPlan(
         spans,
         by_layer_type,
-        additive=backend not in ("sdpa", TREE_ATTENTION, INVARIANT_ATTENTION),
+        additive=backend not in ("sdpa", *OWN_ATTENTION),
         compact=backend == TREE_ATTENTION,
         placed=backend == INVARIANT_ATTENTION,
     )

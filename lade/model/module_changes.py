@@ -121,15 +121,6 @@ def overridden(module: nn.Module | ModuleType, name: str, own: Callable[[Any], A
     Raises:
         RuntimeError: the attribute is overridden in this thread already.
     """
-    override = _install(module, name)
-    try:
-        with override.own(own(override.original)):
-            yield override
-    finally:
-        _uninstall(module, name, override)
-
-
-def _install(module: nn.Module | ModuleType, name: str) -> Override:
     with _changing:
         override = vars(module).get(name)
         if not isinstance(override, Override):
@@ -138,18 +129,17 @@ def _install(module: nn.Module | ModuleType, name: str) -> Override:
         elif override.is_own():
             raise RuntimeError("a pass over a tree began inside another one of the same model and thread")
         override.threads += 1
-        return override
-
-
-def _uninstall(module: nn.Module | ModuleType, name: str, override: Override) -> None:
-    with _changing:
-        override.threads -= 1
-        if override.threads or vars(module).get(name) is not override:
-            return
-        if override.inherited:
-            delattr(module, name)
-        else:
-            setattr(module, name, override.original)
+    try:
+        with override.own(own(override.original)):
+            yield override
+    finally:
+        with _changing:
+            override.threads -= 1
+            is_last = not override.threads and vars(module).get(name) is override
+            if is_last and override.inherited:
+                delattr(module, name)
+            elif is_last:
+                setattr(module, name, override.original)
 
 
 HOOKS_REMEDY = "remove them first, accelerate's with accelerate.hooks.remove_hook_from_submodules(model)"

@@ -22,10 +22,9 @@ before the language model head are small, and the head is then applied to them i
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -47,19 +46,17 @@ PIECE_LOGITS = 2**24
 
 
 class HiddenStates:
-    """Collects the base model's hidden states in calls by this thread, while the context is open."""
+    """Hidden states `[B, T, H]` of the last tokens of prompts, given or collected from the base model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, states: torch.Tensor | None = None) -> None:
         self._model: Any = model
-        self._states: torch.Tensor | None = None  # [B, T, H], of the last tokens
-        self._hook = hooked(self._model.get_decoder(), after=self._collect)
+        self._states = states
 
-    def __enter__(self) -> Self:
-        self._hook.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hook.__exit__(*error)
+    @contextmanager
+    def collecting(self) -> Iterator[Self]:
+        """Collect the states from calls by this thread, while the context lasts."""
+        with hooked(self._model.get_decoder(), after=self._collect):
+            yield self
 
     def _collect(self, output: Any) -> None:
         states: torch.Tensor = output[0]  # [B, T, H]
@@ -79,15 +76,27 @@ class HiddenStates:
             The index of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model split over
             several devices the head may be on another one.
         """
-        if self._states is not None:
-            yield from logits_of(self._model, self._states, logits, length)
+        head, states = self._model.get_output_embeddings(), self._states
+        if states is None or head is None or not _can_read(head, states):
+            return  # another layer is between decoder and head: the logits cannot be computed here
+        piece = max(1, PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
+        first = length - states.shape[1]
+        whole = head(states) if states.shape[1] <= piece else None
+        last = head(states[:, -1]) if whole is None else whole[:, -1]
+        scale = (last * logits.to(last.device)).sum() / (last * last).sum()
+        # Scaled in place, since these are the largest tensors of a call: some take longer to allocate than to compute.
+        if whole is not None:
+            yield first, whole.mul_(scale).to(logits.device)
+            return
+        for start in range(0, states.shape[1], piece):
+            yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
     def report(
         self,
         hook: PromptLogitsHook,
         logits: torch.Tensor,
         length: int,
-        rows: Iterable[Sequence[int]],
+        rows: Sequence[Sequence[int]],
         paddings: Sequence[int] | None = None,
     ) -> None:
         """Call a hook with these logits, prompt by prompt; see `prompt_logits`.
@@ -95,32 +104,11 @@ class HiddenStates:
         `rows` has for each prompt the indices of its rows, `paddings` the number of columns before it, None for zeros.
         `length` is the number of tokens in the prompt, cached ones and padding included.
         """
-        places = [(numbers, 0) for numbers in rows] if paddings is None else list(zip(rows, paddings, strict=True))
         for start, piece in self.prompt_logits(logits, length):
-            for (numbers, padding), own in zip(places, piece, strict=True):
+            for numbers, padding, own in zip(rows, paddings or [0] * len(rows), piece, strict=True):
                 padded = max(0, padding - start)  # columns of this piece that are no tokens of the prompt
                 if padded < len(own):
                     hook(numbers, start + padded - padding, own[padded:])
-
-
-def logits_of(
-    model: Any, states: torch.Tensor, logits: torch.Tensor, length: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield logits from states `[B, T, H]` of the prompts' last tokens; see `HiddenStates.prompt_logits`."""
-    head = model.get_output_embeddings()
-    if head is None or not _can_read(head, states):
-        return  # another layer is between decoder and head: the logits cannot be computed here
-    piece = max(1, PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
-    first = length - states.shape[1]
-    whole = head(states) if states.shape[1] <= piece else None
-    last = head(states[:, -1]) if whole is None else whole[:, -1]
-    scale = (last * logits.to(last.device)).sum() / (last * last).sum()
-    # Scaled in place, since these are the largest tensors of a call: some take longer to allocate than to compute.
-    if whole is not None:
-        yield first, whole.mul_(scale).to(logits.device)
-        return
-    for start in range(0, states.shape[1], piece):
-        yield first + start, head(states[:, start : start + piece]).mul_(scale).to(logits.device)
 
 
 def _can_read(head: Any, states: torch.Tensor) -> bool:
@@ -272,8 +260,12 @@ def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 class PromptPasses:
     """Feeds prompts to one model, a decoder that `lade.supports`.
 
-    Transformers' prefill reads `prefill_chunk_size` from the final generation config. If it `pads`, prompts of several
-    lengths may share a pass.
+    Transformers' prefill reads `prefill_chunk_size` from the final generation config.
+
+    Attributes:
+        pads: whether prompts of several lengths may share a pass.
+        all_logits: whether hooks get the logits that the model itself returns, of one prompt at a time. Otherwise the
+            head is applied to the hidden states, without the scaling or capping of some models.
     """
 
     def __init__(
@@ -283,17 +275,8 @@ class PromptPasses:
         self._plan, self._generation_config, self._device = plan, generation_config, device
         # Not in chunked prefill: last tokens differ by chunk.
         self.pads = plan.pads and plan.attends and generation_config.prefill_chunk_size is None
-        self._all_logits = False
+        self.all_logits = False
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
-
-    def with_all_logits(self) -> PromptPasses:
-        """Return passes over one prompt at a time, whose hooks get the logits that the model itself returns.
-
-        Other passes apply the head to the hidden states, without the scaling or capping of some models.
-        """
-        passes = copy.copy(self)
-        passes._all_logits = True
-        return passes
 
     def feed(
         self, prompts: Texts, sharing: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None
@@ -331,8 +314,8 @@ class PromptPasses:
         """Return the context of a pass in which a hook can read the logits of the prompt."""
         if hook is None:
             return nullcontext()
-        if not self._all_logits:
-            return HiddenStates(self._model)
+        if not self.all_logits:
+            return HiddenStates(self._model).collecting()
         keep_all = {"logits_to_keep": 0} if "logits_to_keep" in self._accepts else {}
         return hooked(self._model, before=lambda _, kwargs: kwargs.update(keep_all))  # some models override it
 
@@ -377,12 +360,10 @@ class PromptPasses:
         cache.trim(lengths)
         logits: torch.Tensor = output.logits  # a model without a base model returns those of all tokens
         logits = logits[:, 0] if logits.shape[1] == 1 else _last(logits, lengths)
-        if hook is None:
-            return logits
-        for length, states in kept.items():
-            for start, piece in logits_of(self._model, states, logits[groups[length]], length):
-                for number, prompt_logits in zip(groups[length], piece, strict=True):
-                    hook(sharing[number], start, prompt_logits)
+        if hook:
+            for length, states in kept.items():
+                rows = [sharing[number] for number in groups[length]]
+                HiddenStates(self._model, states).report(hook, logits[groups[length]], length, rows)
         return logits
 
     def _arguments(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:

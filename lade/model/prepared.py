@@ -76,15 +76,8 @@ def ids_of(tokens: Any) -> set[int]:
     return {int(token) for token in (several if isinstance(several, list) else [several]) if token is not None}
 
 
-MEDIA_PREFIXES = (
-    "pixel_",
-    "image",
-    "video",
-    "audio",
-    "input_features",
-    "input_values",
-    "high_res_pixel_",
-    "mm_encoder_outputs",
+MEDIA_PREFIXES = tuple(
+    "pixel_ image video audio input_features input_values high_res_pixel_ mm_encoder_outputs".split()  # noqa: SIM905
 )
 """Prefixes of the arguments of `generate` that hold images, video, audio or features of these."""
 TOKEN_TYPE_ARGUMENTS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
@@ -308,9 +301,6 @@ def refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
-PROMPTS = ("inputs", "input_ids", "inputs_embeds")
-
-
 def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """Return a field of the final generation config: the argument if given, even None, else the value of a config."""
     if name in arguments:
@@ -322,4 +312,5 @@ def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 
 def prompts_in(arguments: Mapping[str, Any]) -> Any:
     """Return the prompts among the arguments of `model.generate`, under any of their names; None if there are none."""
-    return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)
+    names = "inputs", "input_ids", "inputs_embeds"
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)

@@ -19,7 +19,6 @@ from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook, Reader, Texts
 from lade.decoding.mtp import MtpHabits, MtpLayer
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
 from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import Inputs, MaskPlan, RootInputs
@@ -151,7 +150,8 @@ class EagerRunner:
     def with_all_logits(self) -> Self:
         """Return a runner of the same model whose prefill of one prompt gives its hook the model's own logits."""
         runner = copy.copy(self)
-        runner._prompt_passes = self._prompt_passes.with_all_logits()
+        runner._prompt_passes = copy.copy(self._prompt_passes)
+        runner._prompt_passes.all_logits = True
         return runner
 
     def tree_cache(self) -> TreeCache:
@@ -245,7 +245,7 @@ class EagerRunner:
         """Feed prompts with media inputs, gaps or embeddings, one per row; return logits `[B, V]`."""
         with _resetting(cache, after_error=not cache.get_seq_length()):
             self._begin_prompt(cache)
-            with HiddenStates(self.model) if hook and prompts.readable else nullcontext() as hidden:
+            with HiddenStates(self.model).collecting() if hook and prompts.readable else nullcontext() as hidden:
                 logits = prompts.feed(self.model, self.generation_config, cache)
             cache.settle()
         if hook and hidden:
@@ -320,18 +320,13 @@ class EagerRunner:
         with ExitStack() as stack:  # undone if one of them fails
             if self._slot_patches:
                 stack.enter_context(self._slot_patches.patched_for(inputs))
-            if self._recurrence is not None:
-                self._begin(self._recurrence, trees, cache, stack)
+            if self._recurrence is not None and max(map(len, trees)) == 1:
+                cache.begin()  # a pass over lone roots is one of plain decoding
+            elif self._recurrence is not None:
+                ancestry = self._recurrence.ancestry(trees)
+                cache.begin(ancestry)
+                stack.enter_context(self._recurrence.patched_for(ancestry))
             return stack.pop_all()
-
-    def _begin(self, recurrence: Recurrence, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
-        """Prepare recurrent layers for a pass; one over lone roots is a pass of plain decoding."""
-        if max(map(len, trees)) == 1:
-            cache.begin()
-            return
-        ancestry = recurrence.ancestry(trees)
-        cache.begin(ancestry)
-        stack.enter_context(recurrence.patched_for(ancestry))
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:

@@ -23,15 +23,7 @@ from lade.model.facts import (
     needs_synced_passes,
     tensor_parallel_size,
 )
-from lade.model.inputs import (
-    INDEXED,
-    INVARIANT_ATTENTION,
-    LAYER_TYPES,
-    RECURRENT_TYPES,
-    TREE_ATTENTION,
-    MaskPlan,
-    plan_for,
-)
+from lade.model.inputs import INDEXED, LAYER_TYPES, OWN_ATTENTION, RECURRENT_TYPES, MaskPlan, plan_for
 from lade.model.registry import Role
 from lade.native import COMPILER_REMEDY, WITHOUT, library
 
@@ -264,7 +256,11 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
         return Support(name, reason)
     foreign = _foreign_code(facts)
     if not foreign and is_listed(model, config):
-        return _listed(model, config)
+        try:
+            plan = plan_for(config, by_layer_type=takes_masks_by_layer_type(config))
+        except ValueError as problem:
+            return Support(name, f"it {problem}")
+        return Support(name, plan=replace(plan, pads=True))
     known = _checked.setdefault(model, {})
     state = (config._attn_implementation, model.dtype, *map(id, foreign))
     things, support = known.get(state, ([], None))
@@ -277,10 +273,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
 
 def _foreign_code(facts: ModelFacts) -> list[Any]:
     """Return `ModelFacts.foreign`, without the configurations that encoder and decoder may have of their own."""
-    found = facts.foreign
-    if not facts.model.config.is_encoder_decoder:
-        return found
-    return [thing for thing in found if not isinstance(thing, PretrainedConfig)]
+    return [thing for thing in facts.foreign if not (facts.has_encoder and isinstance(thing, PretrainedConfig))]
 
 
 def _reference(thing: Any) -> Callable[[], Any]:
@@ -296,7 +289,7 @@ def may_be_shared(model: Any) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     split = SPLIT_MODELS.loaded()
-    return (getattr(model, "_tp_size", None) or 1) > 1 or (split is not None and split.has_team(model))
+    return tensor_parallel_size(model) > 1 or (split is not None and split.has_team(model))
 
 
 def unwrap(model: Any) -> Any:
@@ -307,7 +300,8 @@ def unwrap(model: Any) -> Any:
 
 def is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return whether a model's architecture is tested, given its decoder's config; others are checked on the model."""
-    own = model.config is config or (_has_encoder(model) and type(model.config) is type(config))  # T5's is a copy
+    # T5's decoder has a copy.
+    own = model.config is config or (model.config.is_encoder_decoder and type(model.config) is type(config))
     return own and has_listed_decoder(model, config)
 
 
@@ -349,8 +343,8 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     ):
         return reason
     backend = config._attn_implementation or "eager"
-    ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
-    if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or facts.indexers)):
+    ours = backend in OWN_ATTENTION
+    if not (ours or backend in ("sdpa", "eager")) or (ours and (facts.has_encoder or facts.indexers)):
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
@@ -366,23 +360,11 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     return ""
 
 
-def _has_encoder(model: PreTrainedModel) -> bool:
-    return bool(model.config.is_encoder_decoder)
-
-
 def has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return whether its language model, in a multimodal model a part of it, is of a listed architecture."""
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
-    listed = ENCODER_DECODERS if _has_encoder(model) else MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
+    listed = ENCODER_DECODERS if model.config.is_encoder_decoder else MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
     return ours and config.model_type in listed
-
-
-def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
-    name = type(model).__name__
-    try:
-        return Support(name, plan=replace(plan_for(config, by_layer_type=takes_masks_by_layer_type(config)), pads=True))
-    except ValueError as problem:
-        return Support(name, f"it {problem}")
 
 
 def takes_masks_by_layer_type(config: PretrainedConfig) -> bool:

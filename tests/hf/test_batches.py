@@ -265,10 +265,9 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
             super().__init__(rows)
             made.append(self)
 
-        def draw(self, row, probabilities):
-            token = super().draw(row, probabilities)
-            most.append(len(self._noise))
-            return token
+        def take(self, row):
+            super().take(row)
+            most.append(len(self.noise))
 
     monkeypatch.setattr(session, "Draws", Watched)
     texts = random_texts(6, 6, 6)
@@ -279,7 +278,7 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
     arguments = {"do_sample": True, "max_new_tokens": 60, "eos_token_id": eos}
     ids = assert_same(MODELS["llama"], LookaheadConfig(0, 2, 0), **padded(texts), **arguments)
     assert lengths_of(ids, 6, [eos]) == ends[eos]
-    assert max(most) == 1 and not len(made[0]._noise), "here all rows go in step"
+    assert max(most) == 1 and not len(made[0].noise), "here all rows go in step"
 
 
 # --- drafting --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def distributions(rows, tokens, vocabulary, seed):
 
 def noise_of(draws):
     """The blocks that are kept for rows that have not drawn from them yet."""
-    return draws._noise
+    return draws.noise
 
 
 def assert_nothing_is_kept(draws):
@@ -37,10 +37,11 @@ def in_step(probabilities, ends):
 def at_their_own_pace(probabilities, ends, order, most_bytes=MOST_BYTES):
     """The same by `Draws`; `order` picks whose turn it is."""
     draws = Draws(len(ends), most_bytes)
+    samplers = [RowSampler(draws, row) for row in range(len(ends))]
     texts = [[] for _ in ends]
     while left := [row for row, end in enumerate(ends) if len(texts[row]) < end]:
         row = left[order(len(left))]
-        texts[row].append(draws.draw(row, probabilities[len(texts[row]), row : row + 1]))
+        texts[row].append(samplers[row].draw(probabilities[len(texts[row]), row : row + 1]))
         if len(texts[row]) == ends[row]:
             draws.leave(row)
     assert_nothing_is_kept(draws)
@@ -160,15 +161,15 @@ def test_at_the_size_of_real_vocabularies(rows, vocabulary):
 def test_a_block_is_kept_until_the_last_row_has_passed_it():
     draws, (probabilities,) = Draws(3), distributions(1, 1, 10, seed=0)
     for _ in range(4):
-        draws.draw(0, probabilities)
+        RowSampler(draws, 0).draw(probabilities)
     assert len(noise_of(draws)) == 4
-    draws.draw(1, probabilities)
+    RowSampler(draws, 1).draw(probabilities)
     assert len(noise_of(draws)) == 4, "row 2 needs them all"
     draws.leave(2)
     assert len(noise_of(draws)) == 3
     draws.leave(1)
     assert len(noise_of(draws)) == 0, "row 0 draws new ones"
-    draws.draw(0, probabilities)
+    RowSampler(draws, 0).draw(probabilities)
     assert len(noise_of(draws)) == 0
 
 
@@ -190,7 +191,7 @@ def test_what_is_kept_is_bounded():
 def test_what_is_no_distribution_fails_as_in_torch(wrong):
     wrong = torch.tensor([wrong])
     with pytest.raises(RuntimeError) as ours:
-        Draws(2).draw(0, wrong)
+        RowSampler(Draws(2), 0).draw(wrong)
     with pytest.raises(RuntimeError) as theirs:
         torch.multinomial(wrong, num_samples=1)
     assert str(ours.value) == str(theirs.value)
