@@ -34,8 +34,7 @@ def plain(model, ids, new, **more):
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", ["plain", "with config", "ours", "static"])
 @pytest.mark.parametrize(
-    "turns",
-    [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours), (adaptive, plain, adaptive)],
+    "turns", [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours), (adaptive, plain, adaptive)]
 )
 def test_turns_may_be_decoded_by_either(make, kind, turns):
     model = make()

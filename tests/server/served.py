@@ -90,8 +90,8 @@ class Running:
         self.end_now()
 
     def end_now(self) -> None:
-        """Of the time that a server leaves for its last answers nothing is left."""
-        self.server.ends_at = 0.0
+        """Of the time that a server leaves for its last answers nothing is left, also if its engine dies only now."""
+        self.server.ends_at = 1e-9
         self.thread.join(SOON)
         assert not self.thread.is_alive()
 

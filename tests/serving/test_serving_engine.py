@@ -11,30 +11,11 @@ import torch
 from families import DYNAMIC, SWITCH, family, longrope
 from inside import batch_of, cache_of, force_attention
 from pretend import cost_of_passes
-from serving_toys import (
-    METHODS,
-    PAD,
-    SOON,
-    VOCABULARY,
-    FailsAt,
-    Gate,
-    alone,
-    engine_threads,
-    new_tokens,
-    random_ids,
-)
+from serving_toys import METHODS, PAD, SOON, VOCABULARY, FailsAt, Gate, alone, engine_threads, new_tokens, random_ids
 from spies import failing
 
 import lade
-from lade import (
-    ConfigError,
-    Engine,
-    EngineClosedError,
-    InputError,
-    Stats,
-    TreeCache,
-    UnsupportedArgumentError,
-)
+from lade import ConfigError, Engine, EngineClosedError, InputError, Stats, TreeCache, UnsupportedArgumentError
 from lade.model.facts import CACHE
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model

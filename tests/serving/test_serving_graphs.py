@@ -14,14 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import batch_of, buffers_in, cache_of, rows_of, runner_of
 from pretend import NO_CUDA, pool_for
-from serving_toys import (
-    PAPER,
-    VOCABULARY,
-    Driven,
-    alone,
-    check_overflow,
-    random_ids,
-)
+from serving_toys import PAPER, VOCABULARY, Driven, alone, check_overflow, random_ids
 from spies import answered, failing, watched
 from test_serving_machine import Requests, model_of
 
