@@ -172,6 +172,7 @@ USES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("rows", [1, 3])

@@ -46,7 +46,7 @@ def only_fallback(caught):
 # --- the same tokens in fewer passes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("lookahead", ["auto", PAPER, LookaheadConfig(budget=12)], ids=["auto", "paper", "adaptive"])
 @pytest.mark.parametrize(
     ("ids", "arguments"),

@@ -63,6 +63,7 @@ def model(request, tmp_path_factory):
         yield request.param(tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.by_processor
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ids", [PROMPT, PROMPTS], ids=["row", "batch"])
