@@ -20,7 +20,7 @@ from families import (
     family,
     randomize,
 )
-from mtp_toys import heard, load, write_checkpoint
+from mtp_toys import Text, heard, load, write_checkpoint
 from multimodal import OTHERS, Multimodal
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import MtpCache
@@ -133,13 +133,6 @@ def test_the_first_draft_is_transformers_own(made):
     chances = logits[0, -1].float().softmax(-1)
     expected = chances[torch.from_numpy(ours.tokens[0].astype("int64"))].logit().clamp(-13.9, 9.0)
     torch.testing.assert_close(torch.from_numpy(ours.odds[0]).float(), expected, atol=1e-3, rtol=1e-3)
-
-
-class Text:
-    """A row as a layer knows it."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
 
 
 @pytest.mark.one_in(3)
