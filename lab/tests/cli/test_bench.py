@@ -129,7 +129,7 @@ def test_near_ties_are_exit_code_1_unless_they_are_allowed(bench, wrong, monkeyp
 @pytest.mark.slow
 def test_ctrl_c_and_going_on(bench, out, interrupting):
     whole = bench("--json", "--out", out.with_name("whole"))
-    interrupting |= {"calls": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
+    interrupting |= {"answers": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
     result = bench()
     assert result.exit_code == 130, result.output
     assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume continues" in result.stderr
