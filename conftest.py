@@ -14,14 +14,14 @@ import platformdirs
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from pretend import cost_of_passes
 
 import lade
 from lade import native
 from lade.errors import UnsupportedModelError
-from lade.hf import job, refusals
+from lade.hf import refusals
 from lade.model import supports as support
 from lade.testing import toy_model
-from lade_lab.fakes import nearly_flat_cost
 
 pytest_plugins = ["shell_fixtures"]
 
@@ -60,10 +60,14 @@ def pytest_collection_modifyitems(items):
             cases[item.function] += 1
 
 
+gc.disable()  # until all is imported and collected
+
+
 def pytest_collection_finish():
-    """What was imported and collected stays until the end: no search for garbage has to look through it again."""
+    """What was imported and collected stays until the end: no search for garbage has to look through it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 KNOWN_PROCESSOR = "AMD EPYC"
@@ -181,7 +185,7 @@ def own_cache(tmp_path, monkeypatch):
 def known_cost(request, monkeypatch):
     """Toy models are not measured, unless a test is about that: what is drafted depends on no clock at first."""
     if "measured_cost" not in request.keywords:
-        monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        cost_of_passes(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

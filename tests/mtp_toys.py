@@ -17,6 +17,13 @@ NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm"
 """Names of an MTP layer's own norms in checkpoints with a prefix, and in those that number it like the other layers."""
 
 
+class Text:
+    """A row as a layer knows it."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+
 def llama(layers=3, vocabulary=48, seed=0, dtype=torch.float64, hidden=32, width=48):
     """A tiny Llama whose greedy text is neither constant nor soon periodic."""
     config = LlamaConfig(

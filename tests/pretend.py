@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,12 @@ import torch
 from transformers import dynamic_module_utils
 
 from lade.backends.cpu.invariant import make_invariant, trials
+from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs import static_cache
+from lade.decoding.drafting.step_cost import StepCost
+from lade.hf import job, processors
 from lade.model import prefill
+from lade_lab.fakes import nearly_flat_cost
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -34,6 +38,34 @@ def torch_threads(number: int | None = None) -> Iterator[int]:
 def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:
     """Have kernels shared among so many threads."""
     patch.setattr(torch, "get_num_threads", lambda: number)
+
+
+def typed(patch: pytest.MonkeyPatch, *words: str) -> None:
+    """Have the process started with these words, the first of which is the program."""
+    patch.setattr(sys, "argv", list(words))
+
+
+def cost_of_passes(patch: pytest.MonkeyPatch, cost_of: Callable[[int], StepCost] | None = None) -> None:
+    """Have the cost of passes over so many rows known, and not measured: by default nearly the same for each size."""
+    made = cost_of or (lambda batch: nearly_flat_cost())
+    patch.setattr(job, "step_cost_for", lambda model, runner, batch=1: made(batch))
+
+
+def chosen_at_once(patch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """Whether the nodes of a tree are chosen at once, as on a device that is waited for."""
+    patch.setattr(processors, "prefers_batched", lambda device: at_once)
+
+
+def pool_for(patch: pytest.MonkeyPatch, model: Any, pool: Any) -> None:
+    """Give a model the buffers that it would have on a CUDA device."""
+    patch.setitem(model_pools._pools, model, pool)
+
+
+def own_kernel_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have Triton compile anew, into this folder."""
+    import triton
+
+    patch.setattr(triton.knobs.cache, "dir", str(folder))
 
 
 def without(patch: pytest.MonkeyPatch, *names: str) -> None:

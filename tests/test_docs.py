@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from pretend import typed
 
 import lade
 from lade.cli.main import app
@@ -167,7 +168,7 @@ def test_wrong_commands_would_be_noticed():
 def test_the_runs_shown_step_by_step_are_those_of_the_script(method, capsys, monkeypatch):
     text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     (shown,) = re.findall(rf"^```console\n\$ python scripts/trace.py ({method}[^\n]*)\n(.*?)\n```$", text, re.M | re.S)
-    monkeypatch.setattr(sys, "argv", ["trace.py", *shown[0].split()])
+    typed(monkeypatch, "trace.py", *shown[0].split())
     module_of(ROOT / "scripts" / "trace.py").main()
     assert capsys.readouterr().out.rstrip() == shown[1], "the method has changed: run make traces"
 

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from pretend import cost_of_passes
 
 import lade
 from lade.announcements import announce, announced_if_slow, contention
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
-from lade.hf import job
 from lade.stats import KEPT_STEPS, Stats, Step, Surroundings
 from lade.testing import toy_model
 
@@ -149,7 +149,7 @@ def test_explain_says_when_drafting_rested():
 def test_a_text_that_nothing_can_be_drafted_for_says_that_drafting_rests(monkeypatch):
     """Passes cost a plain one for each token more, so that hardly a draft pays."""
     dear = StepCost([1e-3 * knot for knot in KNOTS])
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: dear)
+    cost_of_passes(monkeypatch, lambda batch: dear)
     model, stats = toy_model(), Stats()
     ids = torch.randint(1, 40, (1, 8), generator=torch.Generator().manual_seed(3))
     lade.generate(model, ids, max_new_tokens=120, do_sample=True, temperature=5.0, stats=stats)

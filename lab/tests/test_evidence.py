@@ -30,7 +30,10 @@ def experiment(name, monkeypatch):
 
 @pytest.fixture
 def structured(monkeypatch):
-    return experiment("structured", monkeypatch)
+    """With few users."""
+    found = experiment("structured", monkeypatch)
+    monkeypatch.setattr(found, "USERS", 8)
+    return found
 
 
 @pytest.fixture

@@ -66,19 +66,7 @@ def test_no_option_takes_more_than_a_few_lines_at_80_columns(command):
 
 
 def test_flags_are_shown_alike_without_a_type():
-    names = (
-        "generate",
-        "chat",
-        "serve",
-        "batch",
-        "info",
-        "doctor",
-        "warm",
-        "pack",
-        "demo",
-        "export-recipe",
-        "bench",
-    )
+    names = ("generate", "chat", "serve", "batch", "info", "doctor", "warm", "pack", "demo", "export-recipe", "bench")
     for command in ([], *([name] for name in names), ["bench", "compare"], ["bench", "scaling"]):
         assert not any(re.search(r"<[a-z]+>|BOOLEAN", line) for line in shown(*command)), command
 

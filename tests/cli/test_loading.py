@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 import typer.main
 from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError
-from pretend import not_found, own_modules
+from pretend import not_found, own_modules, typed
 from safetensors.torch import load_file, save_file
 from spies import failing
 from test_cli_errors import fails
@@ -263,7 +262,7 @@ def test_code_is_run_only_if_one_says_so(generate, with_code, plain, tokenizer):
 
 def test_no_record_has_the_token(monkeypatch):
     for words, masked in (["--token", "hf_x"], ["--token", "..."]), (["--token=hf_x"], ["--token=..."]):
-        monkeypatch.setattr(sys, "argv", ["lade", "bench", *words, "--limit", "1"])
+        typed(monkeypatch, "lade", "bench", *words, "--limit", "1")
         assert command_line() == ["lade", "bench", *masked, "--limit", "1"]
     assert "hf_x" not in repr(Loading(token="hf_x"))
     package = Path(lade.__file__).parent

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 from math import exp
 
 import numpy as np
+import pytest
 
+from lade.decoding.drafting import memory as memory_module
 from lade.decoding.drafting.memory import context_of
 from lade.decoding.kernels.layout import (
     BITS,
@@ -20,6 +22,7 @@ from lade.decoding.kernels.layout import (
     Doubles,
     Ints,
 )
+from lade.decoding.kernels.native_tree import NativeTree
 from lade.memory import Memory
 
 Row = dict[int, int]
@@ -179,3 +182,14 @@ def is_undecided(weights: Doubles, said: CachedLogits) -> bool:
 
 def probability(log_odds: float) -> float:
     return 1.0 / (1.0 + exp(-log_odds))
+
+
+def learns_slowly(patch: pytest.MonkeyPatch) -> float:
+    """Have weights change so little that it does not matter who comes first; returns the rate."""
+    patch.setattr(memory_module, "RATE", 1e-9)
+    return 1e-9
+
+
+def reads_no_places(patch: pytest.MonkeyPatch) -> None:
+    """Leave out what earlier places of a text say, which is added to what memories say."""
+    patch.setattr(NativeTree, "read", lambda self, tokens: None)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, said_of
+from memories import (
+    downhill,
+    filled_memory,
+    is_undecided,
+    known,
+    learns_slowly,
+    likeliest,
+    mixed,
+    reads_no_places,
+    said_of,
+)
 from random_texts import VOCABULARY, depths, path_to, seeds, texts
 from reference.tree import parts_of
 
@@ -18,7 +28,6 @@ from lade import LookaheadConfig, Memory, Stats
 from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
 from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.drafter import Draft, Guess
-from lade.decoding.kernels import native_tree as growth_module
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
@@ -168,8 +177,8 @@ def test_weights_are_learned_from_the_rows_of_the_nodes_that_were_reached(seed, 
     drafter = drafter_of(memory, SetBudget(30, chosen, filled), prompt)
     text, follow = list(prompt), follow_of(1, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lade.decoding.drafting.memory.RATE", 1e-9)  # so small that it does not matter who comes first
-        patch.setattr(growth_module.NativeTree, "read", lambda self, tokens: None)  # what earlier places say is added
+        rate = learns_slowly(patch)
+        reads_no_places(patch)
         for _ in range(6):
             before, weights = list(text), memory.weights.copy()
             parts_of(drafter._tree)["notes"]["place"] = -1  # nothing is noted of any place: what notes say is added
@@ -182,7 +191,7 @@ def test_weights_are_learned_from_the_rows_of_the_nodes_that_were_reached(seed, 
                 assume(not is_undecided(weights, said))
                 expected += downhill(weights, said, token)
             drafter.learn(text, draft, readout, verdict)
-            assert (memory.weights - weights) / 1e-9 == pytest.approx(expected, abs=1e-3)
+            assert (memory.weights - weights) / rate == pytest.approx(expected, abs=1e-3)
 
 
 @given(seeds, texts, st.sets(st.integers(0, 20)), st.integers(1, 20))

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, probability, rows_of, said_of
+from memories import (
+    downhill,
+    filled_memory,
+    is_undecided,
+    known,
+    learns_slowly,
+    likeliest,
+    mixed,
+    probability,
+    rows_of,
+    said_of,
+)
 from random_texts import VOCABULARY, depths, path_to, seeds, texts
 from reference.tree import NODE, Tree
 
@@ -178,10 +189,10 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
     pairs = zip(said, chosen, strict=True)
     expected = sum((downhill(weights, each, token) for each, token in pairs), np.zeros_like(weights))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lade.decoding.drafting.memory.RATE", 1e-9)  # so small that it does not matter who comes first
+        rate = learns_slowly(patch)
         memory.weights = weights.copy()
         memory.learn_tree(growth, rows_of([{}] * len(tree)), reached, chosen)
-    assert (memory.weights - weights) / 1e-9 == pytest.approx(expected, abs=1e-3)
+    assert (memory.weights - weights) / rate == pytest.approx(expected, abs=1e-3)
 
     fresh.learn_tree(growth, rows_of([{100 + node: 255} for node in range(len(tree))]), [], [])
     ends: dict[tuple[int, ...], list[int]] = {}

@@ -134,7 +134,7 @@ def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes, most):
     """To the slot, also where tables are changed over in the midst of it; logits of unlikely nodes come first."""
     one, other, rng = Memory(max_bytes), Memory(max_bytes), np.random.default_rng(0)
     grower, changes = NativeTree(), 0
-    for _ in range(300):
+    for step in range(300):
         nodes, accepted, before = int(rng.integers(1, most)), int(rng.integers(1, 4)), other.tables[1]
         text, rows = rng.integers(0, 40, 9).tolist(), random_rows(rng, nodes)
         tree, contexts = TokenTree(text[-1]), [text]
@@ -149,8 +149,9 @@ def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes, most):
         other.learn(tails[order], rows[order])
         other.learn_text(tails[path], tokens)
         assert len(one) == len(other)
-        for mine, theirs in zip(one.tables, other.tables, strict=True):
-            assert np.array_equal(in_order(mine), in_order(theirs))
+        if max_bytes < 2**24 or step % 20 == 19:  # in a large one nothing is ever lost
+            for mine, theirs in zip(one.tables, other.tables, strict=True):
+                assert np.array_equal(in_order(mine), in_order(theirs))
         changes += other.tables[1] is not before
     assert (changes > 5) == (max_bytes < 2**24)
 

@@ -8,13 +8,12 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memories import learn, rows_of
+from memories import learn, reads_no_places, rows_of
 from reference.tree import EACH, LATEST, MOST_MATCHES, Tree
 
 import lade
 from lade import LookaheadConfig, Stats
 from lade.decoding.drafting.adaptive import drafter_for
-from lade.decoding.kernels import native_tree
 from lade.decoding.kernels.layout import CEILING, COPY_KINDS, FLOOR, SCALE, TOKEN, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.loop import DecodeLoop
@@ -217,7 +216,7 @@ def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
 
 def test_short_quotes_are_drafted_from_their_first_tokens_on(monkeypatch):
     ours = tokens_per_step(*quotes())
-    monkeypatch.setattr(native_tree.NativeTree, "read", lambda self, tokens: None)
+    reads_no_places(monkeypatch)
     assert ours > 1.04 * tokens_per_step(*quotes())
 
 

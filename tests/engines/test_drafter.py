@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pretend import typed
 from replay import logits, plainly, replay, toy
 
 import lade
@@ -217,7 +218,7 @@ def test_a_chain_s_nodes_are_the_likeliest_children():
 def test_the_example_engine_yields_the_same_tokens_in_fewer_passes(capsys, monkeypatch):
     folder = Path(__file__).parents[2] / "examples"
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(sys, "argv", ["own_engine.py"])
+    typed(monkeypatch, "own_engine.py")
     runpy.run_path(str(folder / "own_engine.py"))
     said = capsys.readouterr().out
     assert said.startswith("the same tokens, 60 passes without drafts and ")

@@ -8,6 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
+from pretend import cost_of_passes
 from same_as_plain import CONFIGS, PAD, PAPER, VOCABULARY, padded, random_texts
 from spies import failing, watched
 from transformers import GenerationConfig, WatermarkingConfig
@@ -16,7 +17,7 @@ import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import Controller
-from lade.hf import job, session
+from lade.hf import session
 from lade.hf.sampling import Draws
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
@@ -328,13 +329,13 @@ def test_a_batch_goes_by_how_far_its_rows_are_and_an_engine_does_not(monkeypatch
 def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
     asked, observed = [], []
 
-    def cost_of(model, runner, batch=1):
+    def cost_of(batch):
         asked.append(batch)
         cost = nearly_flat_cost()
         monkeypatch.setattr(cost, "observe", lambda size, seconds, prepared=False: observed.append((batch, size)))
         return cost
 
-    monkeypatch.setattr(job, "step_cost_for", cost_of)
+    cost_of_passes(monkeypatch, cost_of)
     texts = random_texts(6, 6, 6, 6)
     plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
     eos = [int(plain[0, 3]), int(plain[2, 9])]

@@ -34,8 +34,7 @@ def plain(model, ids, new, **more):
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("kind", ["plain", "with config", "ours", "static"])
 @pytest.mark.parametrize(
-    "turns",
-    [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours), (adaptive, plain, adaptive)],
+    "turns", [(plain, ours), (ours, plain), (ours, ours), (plain, ours, plain, ours), (adaptive, plain, adaptive)]
 )
 def test_turns_may_be_decoded_by_either(make, kind, turns):
     model = make()
@@ -173,6 +172,7 @@ USES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
 @pytest.mark.parametrize("rows", [1, 3])

@@ -65,6 +65,7 @@ class Liar(Oracle):
 METHODS = [{}, {"budget": 8}, {"window": 4, "ngram": 5, "guesses": 4}]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("sizes", METHODS)
 @pytest.mark.parametrize("kind", [Oracle, Liar])

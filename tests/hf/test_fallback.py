@@ -41,7 +41,8 @@ def test_a_model_that_is_not_supported_is_reported_once_from_several_lines(told)
     model, stats = unsupported(), [lade.Stats() for _ in range(3)]
     plain = model.generate(IDS, **NEW)
     assert torch.equal(lade.generate(model, IDS, stats=stats[0], **NEW), plain)
-    assert torch.equal(lade.enable(model).generate(IDS, stats=stats[1], **NEW), plain)
+    for _ in range(2):
+        assert torch.equal(lade.enable(model).generate(IDS, stats=stats[1], **NEW), plain)
     list(lade.stream(model, IDS, stats=stats[2], **NEW))
     (text,) = told()
     assert text.startswith("GPTNeoForCausalLM is not supported, running at normal speed: its local attention layers")

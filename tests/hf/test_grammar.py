@@ -291,6 +291,7 @@ OF_ADDED_TOKENS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", OF_ADDED_TOKENS)
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "seeded"])

@@ -38,6 +38,12 @@ def allowed(mask):
     return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: len(TOKENIZER)]).tolist()
 
 
+def limit(patch, **limits):
+    """Let lexers grow no further than so."""
+    for name, most in limits.items():
+        patch.setitem(LIMITS, name, most)
+
+
 def walk(matcher, seed, most=12, text=None):
     """The tokens of an answer that is made at random, without its end; they are added to `text`."""
     drawn, text = random.Random(seed), [] if text is None else text
@@ -51,7 +57,7 @@ def walk(matcher, seed, most=12, text=None):
 
 
 def test_answers_that_add_up_to_a_limit_do_not_fail_each_other(vocabulary, monkeypatch):
-    monkeypatch.setitem(LIMITS, "max_lexer_states", 1_000)
+    limit(monkeypatch, max_lexer_states=1_000)
     first = vocabulary.compiled(ENDLESS.source)
     for seed in range(8):
         assert len(walk(Matcher(vocabulary, ENDLESS.source), seed)) == 12
@@ -60,7 +66,7 @@ def test_answers_that_add_up_to_a_limit_do_not_fail_each_other(vocabulary, monke
 
 def test_an_answer_goes_as_far_whatever_others_have_written(vocabulary, monkeypatch):
     """What fails is its own text: with a lexer for itself, or one that others have filled, or that has failed them."""
-    monkeypatch.setitem(LIMITS, "max_lexer_states", 300)
+    limit(monkeypatch, max_lexer_states=300)
     shared, lengths = Matcher(vocabulary, ENDLESS.source), {seed: list[int]() for seed in range(3)}
     for _ in range(2):
         for seed, found in lengths.items():
@@ -79,7 +85,7 @@ def test_a_place_is_kept_when_its_lexer_is_renewed(vocabulary, monkeypatch):
     for seed in range(4):
         fresh, other = Matcher(vocabulary, ENDLESS.source), Vocabulary(TOKENIZER, (END,))
         with monkeypatch.context() as small:
-            small.setitem(LIMITS, "max_lexer_states", 1_000)
+            limit(small, max_lexer_states=1_000)
             renewed = [Matcher(other, ENDLESS.source) for _ in range(3)]
             text = walk(fresh, seed, 10)
             for matcher in renewed:
@@ -141,7 +147,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_where_a_grammar_cannot_be_followed_all_ways_say_so(name, sampling, monkeypatch):
     """A row, a batch, answers that are to be drawn from one prompt, and the rows of an engine."""
-    monkeypatch.setitem(LIMITS, "initial_lexer_fuel", 20_000)
+    limit(monkeypatch, initial_lexer_fuel=20_000)
     grammar, arguments, said = CASES[name]
     arguments = {"max_new_tokens": 40, **arguments, **sampling}
     calls = [{"ids": PROMPT}, {"ids": PROMPTS}]

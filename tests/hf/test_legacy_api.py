@@ -54,6 +54,11 @@ def config():
     lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
 
+def augmented():
+    lade.augment_all()
+    config()
+
+
 def test_word_for_word_it_accelerates_greedy_generate(passes, switch):
     model, counted = passes
     plain = model.generate(IDS, max_new_tokens=200)
@@ -69,8 +74,7 @@ def test_word_for_word_it_accelerates_greedy_generate(passes, switch):
 @pytest.mark.parametrize("value", [None, "0", ""])
 def test_without_the_variable_nothing_changes(passes, switch, value):
     model, counted = passes
-    lade.augment_all()
-    config()
+    augmented()
     if value is not None:
         switch(value)
     model.generate(IDS, max_new_tokens=30)
@@ -82,8 +86,7 @@ def test_switched_off_sampling_is_exactly_plain(passes):
     model, _ = passes
     torch.manual_seed(7)
     plain = model.generate(IDS, max_new_tokens=30, do_sample=True)
-    lade.augment_all()
-    config()
+    augmented()
     torch.manual_seed(7)
     assert torch.equal(model.generate(IDS, max_new_tokens=30, do_sample=True), plain)
 
@@ -93,8 +96,7 @@ def test_sampling_is_accelerated_too_and_stays_the_same(passes, switch):
     torch.manual_seed(7)
     plain = model.generate(IDS, max_new_tokens=150, do_sample=True, temperature=0.1)
     counted.clear()
-    lade.augment_all()
-    config()
+    augmented()
     switch("1")
     torch.manual_seed(7)
     assert torch.equal(model.generate(IDS, max_new_tokens=150, do_sample=True, temperature=0.1), plain)
@@ -154,8 +156,7 @@ def test_a_streamer_has_each_token_before_the_next_criterion_is_called(passes, s
 
     books = []
     for use_lade in "01":
-        lade.augment_all()
-        config()
+        augmented()
         switch(use_lade)
         books.append(calls := [])
         model.generate(IDS, max_new_tokens=100, streamer=Listener(), stopping_criteria=[criterion])
@@ -175,13 +176,9 @@ def test_the_log_is_bounded_and_its_sums_are_whole(capsys, tmp_path):
 
 def test_settings_that_are_left_out_keep_their_value():
     lade.config_lade(LEVEL=3, WINDOW_SIZE=9)
+    assert not lookahead().prompt_ngrams, "until it is asked for"
     lade.config_lade(GUESS_SET_SIZE=2, POOL_FROM_PROMPT=1)
     assert lookahead() == lade.LookaheadConfig(9, 3, 2, prompt_ngrams=True)
-
-
-def test_pool_from_prompt_is_off_until_asked_for():
-    config()
-    assert not lookahead().prompt_ngrams
 
 
 @pytest.mark.parametrize("setting", [{"ALWAYS_FWD_ONE": 0}, {"SPLIT_FLAG": 1}, {"DIST_WORKERS": 2}, {"USE_FLASH": 1}])

@@ -79,10 +79,7 @@ def outcome(generate, seed, said, **arguments):
         arguments["streamer"] = listener
     torch.manual_seed(seed)
     output = generate(
-        pad_token_id=PAD,
-        logits_processor=processors,
-        stopping_criteria=StoppingCriteriaList(criteria),
-        **arguments,
+        pad_token_id=PAD, logits_processor=processors, stopping_criteria=StoppingCriteriaList(criteria), **arguments
     )
     shown = [each.shown for each in (*processors, *criteria, listener) if each]
     return output, shown, torch.get_rng_state()

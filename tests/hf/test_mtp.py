@@ -51,6 +51,7 @@ WAYS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "config", [BUDGET, LookaheadConfig(mtp=True), LookaheadConfig(budget=24, mtp=True, memory=Memory())]

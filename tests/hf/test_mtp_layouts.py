@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def model(request, tmp_path_factory):
         yield request.param(tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.by_processor
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ids", [PROMPT, PROMPTS], ids=["row", "batch"])
@@ -111,12 +113,18 @@ def test_the_layer_is_packed_like_its_model(tmp_path, monkeypatch, weights, kind
     assert lade.supports(model).mtp.loaded
 
 
+@contextmanager
+def rewritten(folder):
+    """The weights of a checkpoint, which are written back."""
+    file = folder / "model.safetensors"
+    yield (weights := load_file(file))
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def test_a_layer_with_broken_weights_is_left_out(tmp_path):
     write_checkpoint(llama(), tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    weights["mtp.fc.weight"][0, 0] = torch.nan
-    save_file(weights, file, metadata={"format": "pt"})
+    with rewritten(tmp_path) as weights:
+        weights["mtp.fc.weight"][0, 0] = torch.nan
     model = load(tmp_path)
     plain = model.generate(PROMPT, max_new_tokens=10)
     assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=10), plain)
@@ -148,12 +156,10 @@ def test_a_layer_in_a_folder_of_its_own_is_found_and_not_reported(tmp_path, capl
     LlamaForCausalLM.from_pretrained(tmp_path)
     assert "UNEXPECTED" in caplog.text
     caplog.clear()
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    own = {name: weight for name, weight in weights.items() if name.startswith("mtp.")}
+    with rewritten(tmp_path) as weights:
+        own = {name: weights.pop(name) for name in [*weights] if name.startswith("mtp.")}
     (tmp_path / "mtp").mkdir()
     save_file(own, tmp_path / "mtp" / "model.safetensors", metadata={"format": "pt"})
-    save_file({name: weights[name] for name in weights.keys() - own.keys()}, file, metadata={"format": "pt"})
     model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     assert "UNEXPECTED" not in caplog.text
     arguments = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
@@ -162,6 +168,9 @@ def test_a_layer_in_a_folder_of_its_own_is_found_and_not_reported(tmp_path, capl
     (tmp_path / "mtp" / "model.safetensors").unlink()
     with pytest.raises(UnsupportedArgumentError, match="has no weights of MTP layers"):
         lade.generate(LlamaForCausalLM.from_pretrained(tmp_path).eval(), PROMPT, lookahead=BUDGET, **arguments)
+
+
+UP = "mtp.layers.0.mlp.up_proj.weight"
 
 
 def gone(folder):
@@ -188,17 +197,14 @@ def index_of_no_kind(folder):
 
 
 def quantised(folder):
-    file = folder / "model.safetensors"
-    name, weights = "mtp.layers.0.mlp.up_proj.weight", load_file(file)
-    weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    save_file(weights, file, metadata={"format": "pt"})
+    with rewritten(folder) as weights:
+        weights[UP] = weights[UP].to(torch.float8_e4m3fn)
+        weights[f"{UP}_scale_inv"] = torch.ones(1, 1)
 
 
 def short_of_a_weight(folder):
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    del weights["mtp.layers.0.mlp.up_proj.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
+    with rewritten(folder) as weights:
+        del weights[UP]
 
 
 def on_meta(folder):

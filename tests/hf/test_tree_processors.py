@@ -9,7 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretend import NO_CUDA
+from pretend import NO_CUDA, chosen_at_once
 from same_as_plain import CONFIGS, assert_same_tokens
 from spies import failing, watched
 from test_sampling import MODELS
@@ -74,11 +74,6 @@ def sampled(lookahead=LookaheadConfig(), **arguments):  # noqa: B008 - it is nev
     lade.generate(MODELS["llama"], input_ids=IDS[:1], do_sample=True, lookahead=lookahead, **arguments)
 
 
-def batched(patch, at_once):
-    """Whether nodes are chosen at once, as on a device that is waited for."""
-    patch.setattr(hf_row, "prefers_batched", lambda device: at_once)
-
-
 @pytest.fixture
 def at_once(monkeypatch):
     """As on a GPU; counts the choosers."""
@@ -89,7 +84,7 @@ def at_once(monkeypatch):
             super().__init__(*args, **kwargs)
             made_choosers.append(self)
 
-    batched(monkeypatch, True)
+    chosen_at_once(monkeypatch, True)
     monkeypatch.setattr(hf_row, "BatchedChooser", Counted)
     return made_choosers
 
@@ -134,7 +129,7 @@ def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppres
     model = MODELS[family]
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
     with pytest.MonkeyPatch.context() as patched:
-        batched(patched, at_once)
+        chosen_at_once(patched, at_once)
         assert_same_tokens(model, config, seed=seed, input_ids=IDS[:1], do_sample=True, **arguments)
 
 
@@ -186,7 +181,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     """What is learned of a step is what the model says, not what was drawn."""
     seen = []
     for at_once in (True, False):
-        batched(monkeypatch, at_once)
+        chosen_at_once(monkeypatch, at_once)
         stats = lade.Stats()
         for seed in range(3):
             torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from inside import buffers_in
+from pretend import pool_for
 
 import lade
 from lade.backends.cuda_graphs import backend as graphs
@@ -198,7 +199,7 @@ def test_release_frees_idle_buffers(monkeypatch):
     model, pool = toy_model(), BufferPool(EagerReplay)
     lade.release(model)
     assert model not in model_pools._pools, "there was nothing"
-    monkeypatch.setitem(model_pools._pools, model, pool)
+    pool_for(monkeypatch, model, pool)
     caches = [cache_on(pool, 1, 10), cache_on(pool, 2, 600)]
     gone = weakref.ref(caches[1].buffers)
     caches[1].reset()
@@ -214,7 +215,7 @@ def test_release_frees_idle_buffers(monkeypatch):
 def test_on_a_device_the_memory_is_for_others_too(monkeypatch):
     model, emptied = toy_model(), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    monkeypatch.setitem(model_pools._pools, model, BufferPool(EagerReplay))
+    pool_for(monkeypatch, model, BufferPool(EagerReplay))
     lade.release(model)
     assert not emptied
     monkeypatch.setattr(graphs, "input_device", lambda model: torch.device("cuda"))

@@ -112,6 +112,7 @@ def outputs(model, ids, cache=None, **more):
         return model(ids, past_key_values=cache, **more)
 
 
+@pytest.mark.one_in(2)
 @with_each
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "quick_gelu"])
 @torch.no_grad()

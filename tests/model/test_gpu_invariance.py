@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exact_products import exact_dots
+from pretend import own_kernel_cache
 from trees import tree_of
 
 from lade.decoding.tree import TokenTree
@@ -170,7 +171,7 @@ def test_the_kernels_compile(name, dtype, dim, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    own_kernel_cache(monkeypatch, tmp_path)
     function, constants = getattr(kernel, name), KERNELS[name] | {"DIM": dim, "BLOCK": triton.next_power_of_2(dim)}
     names = function.arg_names
     types = {each: f"*{POINTERS[each] or dtype}" for each in names if each in POINTERS}

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from mtp_toys import llama_with_mtp
+from mtp_toys import Text, llama_with_mtp
 from transformers.cache_utils import MtpCache
 
 from lade.backends.mtp.backend import Head, KnownStates, MtpRunner
@@ -15,13 +15,6 @@ from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 
 VOCABULARY = 48
-
-
-class Text:
-    """A row as a layer knows it."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
 
 
 @pytest.fixture(scope="module")

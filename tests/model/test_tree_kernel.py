@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pretend import own_kernel_cache
 from trees import Case, attention, cases, sees, tree_of
 
 from lade.backends.tree_attention.tree_mask import TreeMask
@@ -187,7 +188,7 @@ def test_it_compiles_into_what_a_small_gpu_has(shape, capability, tmp_path, monk
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    own_kernel_cache(monkeypatch, tmp_path)
     step, group, key_dim, value_dim = shape
     half = {"dtype": torch.bfloat16, "device": "meta"}
     query, key, value = (
@@ -227,7 +228,7 @@ def test_kernels_of_fused_passes_compile(name, dtype, tmp_path, monkeypatch):
 
     from lade.backends.cuda_graphs import fused_kernels
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    own_kernel_cache(monkeypatch, tmp_path)
     constants, others, warps = FUSED[name]
     kernel = getattr(fused_kernels, name)
     types = {each: others.get(each, f"*{dtype}") for each in kernel.arg_names} | dict.fromkeys(constants, "constexpr")

@@ -140,9 +140,8 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.now, self.stall_ms, self.entered, self.alone_ns, self.team = 10**12, 0.0, 0, 0, ThreadTeam()
-        kernels = {"run_team": self.run_team, "run_stages": self.run_stages}
         monkeypatch.setattr(worker_threads, "monotonic_ns", lambda: self.now)
-        monkeypatch.setattr(worker_threads, "kernel", kernels.__getitem__)
+        monkeypatch.setattr(worker_threads, "kernel", lambda name: getattr(self, name))
 
     def run_team(self, place):
         """Run as OpenMP's pool would: the first thread leaves at once, the last one after the stall."""
@@ -220,8 +219,7 @@ def test_what_is_done_while_a_thread_is_missing_is_no_stall(monkeypatch):
         calls.append("alone")
         machine.now = fields_at(place)[3]
 
-    kernels = {"run_team": run_team, "run_stages": run_stages}
-    monkeypatch.setattr(worker_threads, "kernel", kernels.__getitem__)
+    machine.run_team, machine.run_stages = run_team, run_stages
     machine.team.run(array("q", (0, 0, 0, 0, 0)), 2)
     assert calls == ["team", "alone", "team"] and machine.now == 10**12 + ThreadTeam.ALONE * 400_000
 

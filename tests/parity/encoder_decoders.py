@@ -100,11 +100,7 @@ def _with_gains(model: PreTrainedModel, gains: dict[str, float]) -> PreTrainedMo
     return model.double().eval()
 
 
-USUAL = [
-    EncoderDecoder("bart", _BART),
-    EncoderDecoder("t5", _T5),
-    EncoderDecoder("marian", _BART),
-]
+USUAL = [EncoderDecoder("bart", _BART), EncoderDecoder("t5", _T5), EncoderDecoder("marian", _BART)]
 OTHERS = [
     EncoderDecoder("mbart", {**_BART, "scale_embedding": True}),
     EncoderDecoder("pegasus", _BART),

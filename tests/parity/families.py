@@ -244,11 +244,7 @@ RECURRENT_FAMILIES = [
     Family("lfm2_moe", {**_EXPERTS, "num_key_value_heads": 2, "layer_types": _CONV, "conv_L_cache": 3,
         "num_experts": 4, "num_dense_layers": 1}),
 ]  # fmt: skip
-UNLISTED = [
-    Family("arcee", _GROUPED),
-    Family("biogpt"),
-    Family("ministral", {**_GROUPED, **_WINDOWED}),
-]
+UNLISTED = [Family("arcee", _GROUPED), Family("biogpt"), Family("ministral", {**_GROUPED, **_WINDOWED})]
 
 
 def family(name: str) -> Family:

@@ -206,7 +206,7 @@ REFUSED = [
             "PaliGemma", {"model_type": "gemma"}, {**_VISION, "projection_dim": 32}, {"image_token_index": IMAGE}
         ),
         "its attention is bidirectional",
-    ),
+    )
 ]
 
 

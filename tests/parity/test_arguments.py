@@ -11,11 +11,7 @@ from families import VOCABULARY, WINDOW, family, longrope
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import lade
 

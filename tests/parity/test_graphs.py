@@ -19,7 +19,7 @@ from families import CONTEXT, DYNAMIC, FAMILIES, family, longrope
 from graphed import Graphs, assert_same_parts, graphs_on, shapes_of
 from inside import buffers_in
 from mtp_toys import llama_with_mtp, load
-from pretend import NO_CUDA, small_buffers
+from pretend import NO_CUDA, chosen_at_once, small_buffers
 from spies import answered, failing, watched
 from test_batch_families import batch, build
 from transformers import GenerationConfig
@@ -34,7 +34,6 @@ from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.backends.tree_attention import backend as tree_attention
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
-from lade.hf import processors as hf_row
 from lade.model import runner as select_runner
 from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner, runner_for
@@ -482,7 +481,7 @@ def test_the_host_looks_at_a_tensor_once_a_step(rows, config, arguments, graphs,
         return readout._read_on_device(logits, choices, wants_entries=wants_entries)
 
     monkeypatch.setattr(loop, "read", read)  # as if they lay elsewhere
-    monkeypatch.setattr(hf_row, "prefers_batched", lambda device: True)
+    chosen_at_once(monkeypatch, True)
     model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
     looks: list[str] = []

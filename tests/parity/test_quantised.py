@@ -156,17 +156,21 @@ def test_quantised_inputs_are_refused(kind, dtype):
     assert kind.__name__ in only_fallback(caught) and torch.equal(ours, plain(model, prompt(10), max_new_tokens=20))
 
 
-@pytest.mark.parametrize("kind", [PerTensor, OutlierColumns])
-def test_what_sees_other_tokens_would_make_other_texts(kind, monkeypatch):
+@pytest.fixture
+def untried(monkeypatch):
+    """Without the trial that refuses."""
     monkeypatch.setattr(TRIALS, "linear_refusal", lambda model: "")
+
+
+@pytest.mark.parametrize("kind", [PerTensor, OutlierColumns])
+def test_what_sees_other_tokens_would_make_other_texts(kind, untried):
     texts = [(toy(kind, seed=seed), prompt(20, seed=seed)) for seed in range(4)]
     assert not all(torch.equal(lookahead(model, ids), plain(model, ids)) for model, ids in texts)
 
 
 @pytest.mark.slow
-def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch):
+def test_what_rounds_each_token_for_itself_would_make_other_texts(untried):
     """In float32, and with trained weights: the last places decide on which step an input lands."""
-    monkeypatch.setattr(TRIALS, "linear_refusal", lambda model: "")
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     prompts = ("class Stack:\n", "import os\n")
     texts = [tokenizer(text, return_tensors="pt").input_ids for text in prompts]

@@ -196,31 +196,20 @@ def _of_another_make(model: PreTrainedModel) -> StaticCache:
 
 
 def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
-    ids = prompt(10)
-    return {"input_ids": ids, "do_sample": False, "max_new_tokens": 20} | {
-        "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
-        "assistant_model": {"assistant_model": family("llama").build(seed=5)},
-        CACHE: {CACHE: _of_another_make(model)},
-        "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
-        "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
-        "use_cache": {"use_cache": False},
-        "guidance_scale": {"guidance_scale": 1.5},
-        "attention_mask": {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 0]])},
-        "position_ids": {"position_ids": torch.arange(3, 13)[None]},
-    }[name]
+    return {"input_ids": prompt(10), "do_sample": False, "max_new_tokens": 20} | ARGUMENTS[name](model)
 
 
-ARGUMENTS = [
-    "prompt_lookup_num_tokens",
-    "assistant_model",
-    CACHE,
-    "output_attentions",
-    "output_hidden_states",
-    "use_cache",
-    "guidance_scale",
-    "attention_mask",
-    "position_ids",
-]
+ARGUMENTS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "prompt_lookup_num_tokens": lambda _: {"prompt_lookup_num_tokens": 3},
+    "assistant_model": lambda _: {"assistant_model": family("llama").build(seed=5)},
+    CACHE: lambda model: {CACHE: _of_another_make(model)},
+    "output_attentions": lambda _: {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": lambda _: {"output_hidden_states": True, "return_dict_in_generate": True},
+    "use_cache": lambda _: {"use_cache": False},
+    "guidance_scale": lambda _: {"guidance_scale": 1.5},
+    "attention_mask": lambda _: {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 0]])},
+    "position_ids": lambda _: {"position_ids": torch.arange(3, 13)[None]},
+}
 
 
 @pytest.mark.one_in(14)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from accelerating import RECIPE, accelerated, counted
+from pretend import typed
 from transformers import pipeline
 
 from lade.embedded import prompts
@@ -81,7 +82,7 @@ def test_lm_eval_takes_the_recipe_from_its_command_line(
         return [sample["resps"] for sample in found["samples"]["toy"]]
 
     written = ",".join(f"{name}={value}" for name, value in {**RECIPE, "lookahead": "budget=16"}.items())
-    monkeypatch.setattr("sys.argv", ["lm_eval", "run", "--tasks", "toy", "--gen_kwargs", written])
+    typed(monkeypatch, "lm_eval", "run", "--tasks", "toy", "--gen_kwargs", written)
     with counted(model) as plain:
         expected = run(None)
     with counted(model) as ours:
@@ -109,7 +110,7 @@ def test_an_example_prints_that_the_text_is_plains(
     for module in re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE):
         if module != "comparison":
             pytest.importorskip(module)
-    monkeypatch.setattr(sys, "argv", [str(path)])
+    typed(monkeypatch, str(path))
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.delitem(sys.modules, "comparison", raising=False)
     exec(compile(source, str(path), "exec"), {"__name__": "__main__"})

@@ -13,10 +13,7 @@ import httpx2 as httpx
 import pytest
 from scale_toys import saved
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "replicas.md").read_text(encoding="utf-8")
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "ignore_eos": True}

@@ -187,7 +187,7 @@ def test_a_replay_fails_again_or_goes_on(tmp_path, monkeypatch, caplog):
 
 def test_a_replay_sends_together_what_had_not_ended(tmp_path, monkeypatch):
     body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
-    requests = [("long", {**body, "max_tokens": 400}, None), ("b", body, "length"), ("c", body, "length")]
+    requests = [("long", {**body, "max_tokens": 100}, None), ("b", body, "length"), ("c", body, "length")]
     path = written(tmp_path, *requests, ("none", None, None))
     _, lines = sent_again(path, monkeypatch, served=slow_served(0.002))
     names = [line.split()[0] for line in lines]

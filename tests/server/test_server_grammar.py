@@ -90,10 +90,7 @@ def test_it_is_streamed_and_each_choice_has_its_own(server):
         ({"structured_outputs": {"regex": "[0-9]{4}x"}}, Grammar.regex("[0-9]{4}x")),
         ({"structured_outputs": {"json": SCHEMA, "whitespace": True}}, Grammar.json_schema(SCHEMA, whitespace=True)),
         ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
-        (
-            {"structured_outputs": {"grammar": 'start: "(" start ")" | "x"'}},
-            Grammar.lark('start: "(" start ")" | "x"'),
-        ),
+        ({"structured_outputs": {"grammar": 'start: "(" start ")" | "x"'}}, Grammar.lark('start: "(" start ")" | "x"')),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GRAMMAR),
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, GRAMMAR),

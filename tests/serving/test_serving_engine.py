@@ -10,31 +10,12 @@ import pytest
 import torch
 from families import DYNAMIC, SWITCH, family, longrope
 from inside import batch_of, cache_of, force_attention
-from serving_toys import (
-    METHODS,
-    PAD,
-    SOON,
-    VOCABULARY,
-    FailsAt,
-    Gate,
-    alone,
-    engine_threads,
-    new_tokens,
-    random_ids,
-)
+from pretend import cost_of_passes
+from serving_toys import METHODS, PAD, SOON, VOCABULARY, FailsAt, Gate, alone, engine_threads, new_tokens, random_ids
 from spies import failing
 
 import lade
-from lade import (
-    ConfigError,
-    Engine,
-    EngineClosedError,
-    InputError,
-    Stats,
-    TreeCache,
-    UnsupportedArgumentError,
-)
-from lade.hf import job
+from lade import ConfigError, Engine, EngineClosedError, InputError, Stats, TreeCache, UnsupportedArgumentError
 from lade.model.facts import CACHE
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
@@ -441,7 +422,7 @@ def test_a_checkpoint_that_was_saved_without_a_cache_is_served_with_one():
 def test_kinds_of_texts_are_not_mistaken_for_each_other(monkeypatch):
     """What greedy texts yield says nothing of sampled ones; those decoded together are a kind of their own."""
     cost = nearly_flat_cost()
-    monkeypatch.setattr(job, "step_cost_for", lambda *given, **named: cost)
+    cost_of_passes(monkeypatch, lambda batch: cost)
     with lade.Engine(LLAMA, max_rows=4) as engine:
         asked = {"greedy": {}, "sampled at 0.7": {"do_sample": True, "temperature": 0.7}}
         for sampling in asked.values():

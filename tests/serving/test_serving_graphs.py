@@ -13,21 +13,13 @@ from graphed import Graphs, shapes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import batch_of, buffers_in, cache_of, rows_of, runner_of
-from pretend import NO_CUDA
-from serving_toys import (
-    PAPER,
-    VOCABULARY,
-    Driven,
-    alone,
-    check_overflow,
-    random_ids,
-)
+from pretend import NO_CUDA, pool_for
+from serving_toys import PAPER, VOCABULARY, Driven, alone, check_overflow, random_ids
 from spies import answered, failing, watched
 from test_serving_machine import Requests, model_of
 
 import lade
 from lade import Engine, InputError, LookaheadConfig
-from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.buffers import Buffers, CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, new_pool, pool_of
@@ -186,7 +178,7 @@ def served_by(pool, monkeypatch):
 def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
     made = new_pool(LLAMA, EagerReplay)
-    monkeypatch.setitem(model_pools._pools, LLAMA, made)
+    pool_for(monkeypatch, LLAMA, made)
     served_by(made, monkeypatch)
     return made
 

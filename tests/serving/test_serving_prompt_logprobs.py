@@ -29,9 +29,14 @@ def check(handle, model, ids, top):
         assert dict(each.top).get(each.token, each.logprob) == each.logprob, "the same number, to be compared by ="
 
 
+def in_small_pieces(patch, model):
+    """Tell the logits of seven tokens at a time."""
+    patch.setattr(client, "PIECE_LOGITS", 7 * model.config.vocab_size)
+
+
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(client, "PIECE_LOGITS", 7 * VOCABULARY)
+    in_small_pieces(monkeypatch, LLAMA)
 
 
 @pytest.mark.parametrize(("top", "lookahead"), [(0, "auto"), (1, LookaheadConfig(budget=8)), (5, None)])
@@ -58,7 +63,7 @@ FEW = ("llama", "gemma2", "cohere", "qwen3_next", "mamba", "deepseek_v32")
 def test_they_are_those_of_any_model(monkeypatch, name):
     """Also of those that cap or scale what the head returns, keep states, or have to be fed whole prompts."""
     model = LISTED[name].build()
-    monkeypatch.setattr(client, "PIECE_LOGITS", 7 * model.config.vocab_size)
+    in_small_pieces(monkeypatch, model)
     ids = random_ids(23)
     with Engine(model) as engine:
         handle = engine.add(ids, prompt_logprobs=2, max_new_tokens=3, pad_token_id=PAD)

@@ -39,11 +39,7 @@ ENDS = {
     "criterion": ({"stopping_criteria": [At(4)]}, "criterion", 4),
     "criterion of old": ({"stopping_criteria": [OldStyle(4)]}, "criterion", 4),
     "criterion before length": ({"stopping_criteria": [At(4)], "max_new_tokens": 4}, "criterion", 4),
-    "end before criterion": (
-        {"stopping_criteria": [At(FIFTH + 1)], "eos_token_id": TEXT[FIFTH]},
-        "eos",
-        FIFTH + 1,
-    ),
+    "end before criterion": ({"stopping_criteria": [At(FIFTH + 1)], "eos_token_id": TEXT[FIFTH]}, "eos", FIFTH + 1),
     "length with criteria": ({"stopping_criteria": [At(40)], "max_new_tokens": 6}, "length", 6),
     "time": ({"max_time": 1e-9}, "time", 1),
     "length before time": ({"max_time": 1e-9, "max_new_tokens": 1}, "length", 1),

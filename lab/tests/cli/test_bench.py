@@ -2,12 +2,11 @@
 
 import json
 import re
-import signal
 
 import pytest
 from huggingface_hub import HfApi
 from pretend import not_found, torch_threads
-from spies import answered, watched
+from spies import answered
 from test_cli_errors import fails
 
 from lade.cli import loading
@@ -22,13 +21,6 @@ from lade_lab.workloads import load
 NEW = 8
 METHODS = "hf,plain,adaptive-warm=8"
 TEXTS = ["say it again", "one two", "say it again"]
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return file
 
 
 @pytest.fixture
@@ -67,20 +59,6 @@ def wrong(monkeypatch):
             completion.tokens[3] = (completion.tokens[3] + 1) % 200
 
     answered(monkeypatch, OwnArm, "complete", spoil)
-
-
-@pytest.fixture
-def interrupting(monkeypatch):
-    """Presses Ctrl-C in one of the answers of this library's methods, counted from 1, the warm-up included."""
-    state = {"calls": 0, "at": 0}
-
-    def press(*_):
-        state["calls"] += 1
-        if state["calls"] == state["at"]:
-            signal.raise_signal(signal.SIGINT)
-
-    watched(monkeypatch, OwnArm, "complete", press)
-    return state
 
 
 @pytest.mark.slow
@@ -151,7 +129,7 @@ def test_near_ties_are_exit_code_1_unless_they_are_allowed(bench, wrong, monkeyp
 @pytest.mark.slow
 def test_ctrl_c_and_going_on(bench, out, interrupting):
     whole = bench("--json", "--out", out.with_name("whole"))
-    interrupting |= {"calls": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
+    interrupting |= {"answers": 0, "at": 6}  # two of the warm-up, two of the first prompt, one of the second
     result = bench()
     assert result.exit_code == 130, result.output
     assert f"interrupted: 1 of 3 prompts are in {str(out)!r}; the same command with --resume continues" in result.stderr

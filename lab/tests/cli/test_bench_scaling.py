@@ -1,7 +1,6 @@
 """`lade bench scaling`, on a tiny model."""
 
 import json
-import signal
 
 import pytest
 from pretend import not_found, torch_threads
@@ -19,13 +18,6 @@ TEXTS = ["say it again, say it", "one two three"]
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return file
-
-
-@pytest.fixture
 def out(tmp_path):
     return tmp_path / "law"
 
@@ -40,20 +32,6 @@ def scaling(lade, folder, prompts, out, monkeypatch):
         return lade("bench", "scaling", "-m", folder, *arguments)
 
     return run
-
-
-@pytest.fixture
-def interrupting(monkeypatch):
-    """Presses Ctrl-C in an answer of the paper's method, counted from 1."""
-    state = {"answers": 0, "at": 0}
-
-    def press(*_):
-        state["answers"] += 1
-        if state["answers"] == state["at"]:
-            signal.raise_signal(signal.SIGINT)
-
-    watched(monkeypatch, study.OwnArm, "complete", press)
-    return state
 
 
 def test_the_table_has_sizes_lines_and_the_formula(scaling, out, folder):
