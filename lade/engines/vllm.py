@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from lade.engines.drafter import EngineDrafter
 
-VERSION = "0.32"
-"""The version of vLLM that this was tried with; its proposer interface is experimental."""
+VERSION = "0.32"  # the version of vLLM that this was tried with; its proposer interface is experimental
 _COMPARED = 8  # tokens at a text's end by which it is known to be the one that was seen before
 _HOOKED = "_lade_is_told"
 
