@@ -57,24 +57,19 @@ class CpuKernel:
 
     @cached_property
     def _found(self) -> int | None:
-        find = _finder()
-        return None if find is None else find(self.name.encode(), self.instructions.encode())
+        loaded = library()
+        if loaded is None:
+            return None
+        find = loaded.lade_cpu_kernel
+        find.argtypes, find.restype = (ctypes.c_char_p, ctypes.c_char_p), ctypes.c_void_p
+        address: int | None = find(self.name.encode(), self.instructions.encode())
+        return address
 
 
 @cache
 def kernel(name: str, instructions: str = "") -> CpuKernel:
     """Return a kernel of `lade/native`, for the best instructions that this processor has or for others, as "avx2"."""
     return CpuKernel(name, instructions)
-
-
-@cache
-def _finder() -> Any:
-    loaded = library()
-    if loaded is None:
-        return None
-    find = loaded.lade_cpu_kernel
-    find.argtypes, find.restype = (ctypes.c_char_p, ctypes.c_char_p), ctypes.c_void_p
-    return find
 
 
 def dtype_code(dtype: torch.dtype) -> int:
