@@ -61,7 +61,7 @@ class _Record(Invariance):
 
 
 def invariant(model: _Model) -> _Model:
-    """Make a model batch-invariant, in place: a token gets the same bits whatever else is in a pass.
+    """Make a model batch-invariant, in place, and return it: a token gets the same bits whatever else is in a pass.
 
     For inference on the CPU, or on a GPU with Triton for Llama, Mistral, Qwen 2 and 3. From then on `lade.generate`,
     the engine and all other entry points return, in bfloat16, float16 and float32, token for token and score for score
@@ -81,9 +81,6 @@ def invariant(model: _Model) -> _Model:
 
     Args:
         model: a decoder-only transformers model in evaluation mode, on one device; PEFT wrappers are looked through.
-
-    Returns:
-        The model itself.
 
     Raises:
         UnsupportedModelError: the model cannot be made invariant; the message gives the reason, and the first layer
@@ -125,13 +122,7 @@ def _make_on_cpu(inner: PreTrainedModel) -> None:
 
 
 def variant(model: _Model) -> _Model:
-    """Undo `invariant`, in place; other models are left alone.
-
-    Args:
-        model: a model, invariant or not.
-
-    Returns:
-        The model itself.
+    """Undo `invariant`, in place, and return the model; other models are left alone.
 
     Raises:
         UnsupportedModelError: hooks were added to a layer meanwhile, by accelerate for example. The model is left

@@ -104,13 +104,9 @@ def pack(
 
 
 def unpack(model: _Model) -> _Model:
-    """Undo `pack`, in place: the original layers are back, their weights equal bit for bit, ties included.
+    """Undo `pack`, in place, and return the model: its original layers are back, bit for bit, ties included.
 
-    Args:
-        model: a model, packed or not.
-
-    Returns:
-        The model itself.
+    Other models are left alone.
 
     Raises:
         UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 or int4 without
