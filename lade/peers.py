@@ -48,8 +48,7 @@ def _path(nodes: Sequence[Node], number: int) -> Continuation:
     return Continuation(tokens[::-1], chances[::-1])
 
 
-LONGEST_PART = 23
-"""Tokens of a part of the text at most: of its end and of what followed, together."""
+LONGEST_PART = 23  # tokens of a part of the text at most: of its end and of what followed, together
 
 
 @dataclass(slots=True)
@@ -63,10 +62,7 @@ class Trie:
 def _counted(ends: Sequence[Trie], token: int, times: int = 1) -> list[Trie]:
     """Count the parts that end with a token behind these ends of a text; return the longer text's ends.
 
-    Args:
-        ends: parts at the end of the text, by their length; the trie's root first.
-        token: id of the token.
-        times: 1; or -1 to forget a text that was counted, whose parts vanish with their last occurrence.
+    Ends are by their length, the trie's root first. With `times` -1 a text that was counted is forgotten.
     """
     longer = []
     for end in ends[:LONGEST_PART]:
@@ -113,7 +109,7 @@ class _Peer(Drafter, Generic[Text]):
 
     _draws = False
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int = 16) -> None:
         self.budget = self.continuations = whole_number("budget", budget, 1, LARGEST)
         self._texts: dict[Hashable, Text] = {}
 
@@ -203,8 +199,7 @@ class Suffix(_Peer[_SuffixText]):
         return promise, nodes
 
 
-RIGHT = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02)
-"""Approximate acceptance rate of a successor by its rank."""
+RIGHT = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02)  # approximate acceptance rate of a successor by its rank
 
 
 def template(size: int) -> list[tuple[int, ...]]:
@@ -278,12 +273,9 @@ class TokenRecycling(_Peer[dict[int, Sequence[int]]]):
         self._texts[request].update(zip(tokens, likely, strict=True))
 
 
-LENGTHS = (4, 3, 2, 1)
-"""Lengths of the n-grams that are looked up, in this order."""
-GUESSED = 16
-"""Tokens taken from one place, at most."""
-PLACES = 64
-"""Occurrences looked at per n-gram: the latest."""
+LENGTHS = (4, 3, 2, 1)  # lengths of the n-grams that are looked up, in this order
+GUESSED = 16  # tokens taken from one place, at most
+PLACES = 64  # occurrences looked at per n-gram: the latest
 
 
 class PromptLookup(_Peer[tuple[list[int], defaultdict[tuple[int, ...], list[int]]]]):
@@ -300,9 +292,6 @@ class PromptLookup(_Peer[tuple[list[int], defaultdict[tuple[int, ...], list[int]
     """
 
     name = "lookup"
-
-    def __init__(self, budget: int = 16) -> None:
-        super().__init__(budget)
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Note the places of the prompt's n-grams."""

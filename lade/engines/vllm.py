@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from lade.engines.drafter import EngineDrafter
 
-VERSION = "0.32"
-"""The version of vLLM that this was tried with; its proposer interface is experimental."""
+VERSION = "0.32"  # the version of vLLM that this was tried with; its proposer interface is experimental
 _COMPARED = 8  # tokens at a text's end by which it is known to be the one that was seen before
 _HOOKED = "_lade_is_told"
 
@@ -93,15 +92,12 @@ class Proposer:
         self._runner, self._packed = runner, None
         for request in set(scheduled.finished_req_ids).intersection(self.drafter.requests):
             self.drafter.end(request)
-        self._scheduled = scheduled if scheduled.total_num_scheduled_tokens else None
-        self._observe(perf_counter(), has_paused=not scheduled.total_num_scheduled_tokens)
-
-    def _observe(self, now: float, *, has_paused: bool) -> None:
-        """Learn what the last pass took, unless new requests may have been waited for."""
-        waited = self._scheduled is None or self._scheduled.scheduled_new_reqs
+        now, has_paused = perf_counter(), not scheduled.total_num_scheduled_tokens
+        waited = has_paused or scheduled.scheduled_new_reqs  # the last pass may have ended long ago
         if self._last is not None and self._started is not None and not waited:
             self.drafter.observe(*self._last, now - self._started)
-        self._started, self._last = (None if has_paused else now), None
+        self._scheduled, self._started = (None, None) if has_paused else (scheduled, now)
+        self._last = None
 
     def propose(
         self,

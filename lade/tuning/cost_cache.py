@@ -48,13 +48,11 @@ from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
-"""In this order: should the time be over early, the first ones tell most."""
+SIZES = (1, 8, 32, 2, 4, 16, 64, 128)  # in this order: should the time be over early, the first ones tell most
 CACHED_TOKENS = 256
 BUDGET_S = 1.0
 ROUNDS = 9
 
-_ALWAYS = 2  # sizes measured whatever they take: one point makes no curve
 _PREFIX_TOKENS = 4
 _DEPTH = 7
 
@@ -131,7 +129,7 @@ def samples_of(
     for _ in range(rounds):
         measured = False
         for number, size in enumerate(sizes):
-            must = number < _ALWAYS and not samples[size]
+            must = number < 2 and not samples[size]  # one point makes no curve
             if must or clock() + _expected(samples, size) <= deadline:
                 samples[size].append(timer(size))
                 measured = True
@@ -173,8 +171,7 @@ def _expected(samples: Mapping[int, Sequence[float]], size: int) -> float:
     return StepCost.of(samples).seconds(size) if any(samples.values()) else 0.0
 
 
-Key = Mapping[str, object]
-"""What a saved curve is good for, by readable names; anything JSON can hold."""
+Key = Mapping[str, object]  # what a saved curve is good for, by readable names; anything JSON can hold
 
 RECORDS = Records("step-cost", "step cost")
 _SHAPE = """
@@ -234,8 +231,7 @@ def _device_name(device: torch.device) -> str:
     return f"{processor_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
 
 
-WORTH_SAVING = 0.1
-"""Relative change of a curve's worst size at which it is saved again."""
+WORTH_SAVING = 0.1  # relative change of a curve's worst size at which it is saved again
 SAVE_EVERY_S = 30.0
 """Between two times that a process saves a curve, at least: sizes that are seldom fed move in every short text, and a
 file takes as long to write as half a step of a small model."""

@@ -161,7 +161,7 @@ def test_a_kernel_that_is_missing_says_what_to_install():
 
 @torch.no_grad()
 def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(monkeypatch):
-    monkeypatch.setattr(kernels, "_finder", lambda: None)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     for module in (kernels, make_invariant, packed, panel_products):
         monkeypatch.setattr(module, "kernel", kernels.CpuKernel)
     monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)

@@ -30,7 +30,7 @@ def records(own_cache):
 def tried(monkeypatch):
     """Products whose padding was found by a trial, and lengths of the texts that models were tried on."""
     products = watched(monkeypatch, weights, "padding_for", lambda *given: given[1])
-    return products, watched(monkeypatch, make_invariant, "ModelTrial", lambda *given: given[2])
+    return products, watched(monkeypatch, trials, "ModelTrial", lambda *given: given[2])
 
 
 def paddings(model):

@@ -18,17 +18,11 @@ from lade.model.supports import INVARIANT_MODELS
 
 
 class CpuBackend:
-    """Packed and batch-invariant layers; what makes a model either is imported when it is first asked for.
-
-    Attributes:
-        packed_weight: class of the weights of packed layers.
-        packed_layer: class of packed layers in the model's dtype; they are linear like the original ones.
-        int8_layer: class of packed layers that quantise their inputs to int8.
-    """
+    """Packed and batch-invariant layers; what makes a model either is imported when it is first asked for."""
 
     packed_weight: type[nn.Parameter] = PackedWeight
-    packed_layer: type[nn.Module] = PackedLinear
-    int8_layer: type[nn.Module] = Int8Linear
+    packed_layer: type[nn.Module] = PackedLinear  # in the model's dtype, as linear as the original ones
+    int8_layer: type[nn.Module] = Int8Linear  # quantises its inputs to int8
     refuse_autocast = staticmethod(refuse_autocast)
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:

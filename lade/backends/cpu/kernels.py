@@ -23,20 +23,14 @@ import torch
 from lade.errors import UnsupportedModelError
 from lade.native import COMPILER_REMEDY, library
 
-WIDEST = 32
-"""Least numbers that a norm or an activation takes at once, whatever the width of vectors."""
+WIDEST = 32  # least numbers that a norm or an activation takes at once, whatever the width of vectors
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes that kernels take, and how they are told of them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CpuKernel:
-    """A compiled kernel, found on its first call; several threads may enter it at once, without holding the GIL.
-
-    Args:
-        name: its name in `lade/native`.
-        instructions: instructions it was compiled for, such as "avx2"; empty for the best that this processor has.
-    """
+    """A compiled kernel, found on its first call; several threads may enter it at once, without holding the GIL."""
 
     def __init__(self, name: str, instructions: str = "") -> None:
         self.name, self.instructions = name, instructions
@@ -63,24 +57,19 @@ class CpuKernel:
 
     @cached_property
     def _found(self) -> int | None:
-        find = _finder()
-        return None if find is None else find(self.name.encode(), self.instructions.encode())
+        loaded = library()
+        if loaded is None:
+            return None
+        find = loaded.lade_cpu_kernel
+        find.argtypes, find.restype = (ctypes.c_char_p, ctypes.c_char_p), ctypes.c_void_p
+        address: int | None = find(self.name.encode(), self.instructions.encode())
+        return address
 
 
 @cache
 def kernel(name: str, instructions: str = "") -> CpuKernel:
-    """Return the kernel of a name, for the best instructions that this processor has or for the given ones."""
+    """Return a kernel of `lade/native`, for the best instructions that this processor has or for others, as "avx2"."""
     return CpuKernel(name, instructions)
-
-
-@cache
-def _finder() -> Any:
-    loaded = library()
-    if loaded is None:
-        return None
-    find = loaded.lade_cpu_kernel
-    find.argtypes, find.restype = (ctypes.c_char_p, ctypes.c_char_p), ctypes.c_void_p
-    return find
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -122,13 +111,9 @@ CALLED = 4
 def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
     """Run a kernel on a team of threads, which take the parts of the work one by one.
 
-    The kernel gets the address of int64 fields: the index of the next part (an atomic counter), the number of parts,
-    and then `fields`.
-
-    Args:
-        kernel: loops until all parts are taken.
-        fields: arguments of the kernel, as integers; the caller keeps alive what they point to.
-        parts: number of parts, at least one; no more threads are used than parts, or than torch has.
+    The kernel loops until all are taken. It gets the address of int64 fields: the index of the next part (an atomic
+    counter), the number of parts, at least one, and then `fields`; the caller keeps alive what these point to. No more
+    threads are used than parts, or than torch has.
     """
     stage = 0, kernel.address, 2 + len(fields), 0, 0, parts, *fields
     TEAM.run(array("q", (0, 0, 1, 0, 0, *stage)), min(torch.get_num_threads(), parts))
@@ -148,13 +133,10 @@ class Stages:
     thread does both, as they have one part each, nor where a kernel needs nothing of the one before it.
 
     The first address that a call is given is that of memory of its own, for what is in between.
-
-    Attributes:
-        size: bytes of that memory.
     """
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = 0  # bytes of that memory
         self._places, self._threads = array("q"), 1
         fill = kernel("fill_addresses").address  # the first stage
         self._fields = array("q", (0, 0, 1, 0, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0))
@@ -167,13 +149,9 @@ class Stages:
         return place
 
     def add(self, kernel: CpuKernel, parts: int | At, fields: Sequence[int | At], *, joined: bool = False) -> None:
-        """Add a kernel, see `run_on_team`.
+        """Add a kernel, see `run_on_team`; it is `joined` to the one before if it needs nothing of it.
 
-        Args:
-            kernel: a kernel of `lade/native`, which takes parts until all are taken.
-            parts: number of parts of its work, at least one.
-            fields: its arguments; those that are `At` become addresses, or other numbers, in each call.
-            joined: whether it needs nothing of the kernel before it.
+        What is `At` becomes an address, or another number, in each call.
         """
         joined = joined and not self._sequence  # to a sequence it would be joined as a whole
         if parts == 1 and not joined:
@@ -188,11 +166,8 @@ class Stages:
     def extend(self, other: Stages, later: int, since: int, offsets: Mapping[int, int]) -> None:
         """Add the kernels of other stages, for another of several alike things that are worked on one after the other.
 
-        Args:
-            other: the stages of one of them.
-            later: by how much the indices of addresses are higher here.
-            since: the lowest index of which that holds.
-            offsets: bytes that are added to some of the other addresses, by their index.
+        Indices of addresses are higher by `later` here, from `since` on; `offsets` are bytes that are added to some of
+        the addresses before, by their index.
         """
         places = np.frombuffer(other._places, dtype=np.int64).reshape(-1, 3).copy()
         places[:, 0] += len(self._fields) - _BEGINNING
@@ -279,8 +254,7 @@ class ThreadTeam:
         self._alone_until = now + self._alone_ns
 
 
-TEAM = ThreadTeam()
-"""There is one pool of threads in a process."""
+TEAM = ThreadTeam()  # there is one pool of threads in a process
 
 
 def parts_of(numbers: int) -> int:

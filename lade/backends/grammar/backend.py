@@ -17,8 +17,7 @@ from lade.errors import InputError
 from lade.grammar import GRAMMARS, Grammar, GrammarArgument, GrammarError
 from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocabulary_of
 
-_PROMPT_TAIL = 16
-"""Tokens at the end of a prompt that identify it in the next call."""
+_PROMPT_TAIL = 16  # tokens at the end of a prompt that identify it in the next call
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -40,14 +39,11 @@ class GrammarProcessor(LogitsProcessor):
 
     def of_row(self, row: int, rows: int) -> GrammarProcessor:
         """Return a processor for one row of a batch, alone, at the start of its grammar."""
-        return GrammarProcessor([self._matchers[self._prompt_of(row, rows)]], self.vocabulary, alone=rows == 1)
+        return GrammarProcessor([self.matcher_of(row, rows)], self.vocabulary, alone=rows == 1)
 
-    def matcher(self) -> Matcher:
-        """Return a new matcher at the start of the first prompt's grammar."""
-        return self._matchers[0].copy()
-
-    def _prompt_of(self, row: int, rows: int) -> int:
-        return row * len(self._matchers) // rows
+    def matcher_of(self, row: int, rows: int) -> Matcher:
+        """Return a new matcher at the start of the grammar of one row of a batch."""
+        return self._matchers[row * len(self._matchers) // rows].copy()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
         """Return masked scores `[B, V]`, given the text so far, `[B, L]`.
@@ -77,10 +73,9 @@ class GrammarProcessor(LogitsProcessor):
         if not self._continues(texts):
             self._start = input_ids.shape[1]
             prompts = list(map(tuple, input_ids.tolist()))
-            matchers = [self._matchers[self._prompt_of(row, len(prompts))] for row in range(len(prompts))]
             self._rows = [
-                _Row(list(prompt[-_PROMPT_TAIL:]), matcher.copy(), prompts.index(prompt))
-                for prompt, matcher in zip(prompts, matchers, strict=True)
+                _Row(list(prompt[-_PROMPT_TAIL:]), self.matcher_of(row, len(prompts)), prompts.index(prompt))
+                for row, prompt in enumerate(prompts)
             ]
 
     def _continues(self, texts: list[list[int]]) -> bool:
@@ -200,12 +195,7 @@ class GrammarConstraint:
 
 
 def with_grammar(model: PreTrainedModel, grammar: GrammarArgument, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` with a grammar's processor added after the caller's own.
-
-    Args:
-        model: model whose end-of-sequence ids apply unless `arguments` give others.
-        grammar: value of the caller's `grammar=` argument.
-        arguments: keyword arguments of `generate`, with a `tokenizer`.
+    """Return the arguments of `generate`, a `tokenizer` among them, with a grammar's processor after the caller's own.
 
     Raises:
         InputError: the value is not a grammar, does not fit the tokenizer, or has another number of grammars than
@@ -234,7 +224,7 @@ def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
         return [None] * len(prompts)
     vocabulary = min(vocabulary_of(prepared.model), processor.vocabulary.size)
     return [
-        GrammarConstraint(processor.of_row(row, len(prompts)).matcher(), len(prompt), vocabulary)
+        GrammarConstraint(processor.matcher_of(row, len(prompts)), len(prompt), vocabulary)
         for row, prompt in enumerate(prompts)
     ]
 

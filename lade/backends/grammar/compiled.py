@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-KEPT = 64
-"""Most compiled grammars kept per tokenizer; the least recently used are evicted."""
+KEPT = 64  # most compiled grammars kept per tokenizer; the least recently used are evicted
 LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,  # symbols
     "initial_lexer_fuel": 500_000,
@@ -35,8 +34,7 @@ LIMITS: dict[str, Any] = {
 """Limits below llguidance's defaults, against grammars made to be slow; the schemas of JSONSchemaBench need half of
 them."""
 
-Trial = Callable[[str], None]
-"""Called with a grammar before it is compiled; raises `GrammarError` to reject it."""
+Trial = Callable[[str], None]  # called with a grammar before it is compiled; raises `GrammarError` to reject it
 
 
 _vocabularies: WeakKeyDictionary[Any, dict[tuple[int, ...], Vocabulary]] = WeakKeyDictionary()
@@ -205,8 +203,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Return another matcher at the same position."""
-        twin = Matcher.__new__(Matcher)
-        twin.__dict__ |= self.__dict__
+        twin = copy.copy(self)
         twin._state, twin._taken = self._state.deep_copy(), list(self._taken)
         return twin
 
@@ -260,11 +257,7 @@ class Matcher:
         return after.try_consume_tokens([token]) == 1 and after.is_accepting()
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Consume tokens up to the first one that the grammar does not allow; return their number.
-
-        Raises:
-            GrammarError: see `mask`.
-        """
+        """Consume tokens up to the first that the grammar does not allow; return their number. Raises like `mask`."""
         with self._spending():
             count = self._state.try_consume_tokens(list(tokens))
             if count < len(tokens) and self._in_error():

@@ -27,8 +27,7 @@ from lade.grammar import GrammarError
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 0.5
-"""CPU seconds allowed for compiling a grammar."""
+SECONDS = 0.5  # CPU seconds allowed for compiling a grammar
 WALL_SECONDS = 30.0
 """Seconds of silence, in a machine with many other processes too, after which the process is given up."""
 _ATTEMPTS = 2
@@ -48,12 +47,11 @@ class TrialError(OSError):
 class GrammarTrial:
     """Called with grammars before they are compiled. Thread-safe; grammars are tried one at a time.
 
-    Grammars may name the special tokens of these texts, and take so many CPU seconds each.
+    Grammars may name the special tokens of these texts.
     """
 
-    def __init__(self, specials: Iterable[str] = (), seconds: float = SECONDS) -> None:
+    def __init__(self, specials: Iterable[str] = ()) -> None:
         self._specials = sorted((json.dumps(text)[1:-1] for text in filter(_NAME.fullmatch, specials)), key=len)[::-1]
-        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
@@ -71,16 +69,19 @@ class GrammarTrial:
                     process = self._running()
                 except OSError as problem:
                     raise TrialError(f"grammars cannot be tried now: {problem}") from problem
-                if self._passes(process, line):
+                assert process.stdin is not None
+                with suppress(OSError):  # it has ended, and will not answer
+                    process.stdin.write(f"{line}\n")
+                    process.stdin.flush()
+                if self._answers(process):
                     return
-                stuck = process.poll() is None
-                ended = None if stuck else process.wait()
+                ended = process.poll()
                 self._end()
                 if ended in _BY_ITSELF:
                     raise GrammarError(
-                        f"it takes more than {self._seconds:g} s, or {_BYTES >> 30} GiB, to compile: give a simpler one"
+                        f"it takes more than {SECONDS:g} s, or {_BYTES >> 30} GiB, to compile: give a simpler one"
                     )
-                logger.warning("the trial of a grammar ended early (%s)", "no answer" if stuck else ended)
+                logger.warning("the trial of a grammar ended early (%s)", "no answer" if ended is None else ended)
             raise TrialError("the grammar could not be tried: try again later")
 
     def close(self) -> None:
@@ -93,16 +94,6 @@ class GrammarTrial:
         for text in self._specials:
             grammar = grammar.replace(text, _ANY_TOKEN)
         return _TOKEN_IDS.sub(_ANY_TOKEN, grammar)
-
-    def _passes(self, process: subprocess.Popen[str], line: str) -> bool:
-        """Return True if the process has compiled the grammar and is still alive."""
-        assert process.stdin is not None
-        try:
-            process.stdin.write(f"{line}\n")
-            process.stdin.flush()
-        except OSError:
-            return False
-        return self._answers(process)
 
     @staticmethod
     def _answers(process: subprocess.Popen[str]) -> bool:
@@ -120,9 +111,9 @@ class GrammarTrial:
         """Return the process, started again if it has exited. Raises `OSError` if it cannot be started."""
         if self._process is None or self._process.poll() is not None:
             self._end()
-            code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({self._seconds})"
+            code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main()"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-u", "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -148,15 +139,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 class _Watch(threading.Thread):
     """Kills this process when a grammar takes too long."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(daemon=True)
-        self._seconds = seconds
-        self.begun: float | None = None  # CPU time when the present grammar was started
+    begun: float | None = None  # CPU time when the present grammar was started
 
     def run(self) -> NoReturn:
         while True:
             begun = self.begun
-            if begun is not None and process_time() - begun > self._seconds:
+            if begun is not None and process_time() - begun > SECONDS:
                 os._exit(_SLOW)
             sleep(_LOOK_EVERY_S)
 
@@ -170,21 +158,16 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES if most == resource.RLIM_INFINITY else min(_BYTES, most), most))
 
 
-def main(seconds: float) -> None:
+def main() -> None:
     """Compile one grammar per line of stdin, and report each on stdout."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     _limit_memory()
-    tokens, limits, watch = LLTokenizer("byte"), LLParserLimits(**LIMITS), _Watch(seconds)
+    tokens, limits, watch = LLTokenizer("byte"), LLParserLimits(**LIMITS), _Watch(daemon=True)
     watch.start()
-    _say("ready")
+    sys.stdout.write("ready\n")  # python -u holds nothing back
     for line in sys.stdin:
         grammar, watch.begun = json.loads(line), process_time()
         LLMatcher(tokens, grammar, log_level=0, limits=limits).compute_bitmask()
         watch.begun = None
-        _say("done")
-
-
-def _say(word: str) -> None:
-    sys.stdout.write(f"{word}\n")
-    sys.stdout.flush()
+        sys.stdout.write("done\n")

@@ -32,7 +32,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.backends.trials.tree_check import can_be_padded, depends_on_padding, tolerance, training_refusal, worst_error
-from lade.model.config import CONTEXT_FIELDS, dtype_name, field
+from lade.model.config import CONTEXT_FIELDS, dtype_name, field, window_lengths
 from lade.model.facts import PACKED, ModelFacts, is_invariant, is_tensor_parallel, packed_classes
 from lade.model.inputs import plan_for
 from lade.model.module_changes import own_class
@@ -41,10 +41,8 @@ from lade.model.supports import TRIALS, Support, has_listed_decoder, takes_masks
 
 logger = logging.getLogger(__name__)
 
-ROWS, KEPT_ROWS = 16, 4
-"""Number of rows in a trial, and of those that are compared; the others may influence them."""
-LOUD = 1000.0
-"""Factor by which the other rows grow, so that any shared scale or threshold moves by a lot."""
+ROWS, KEPT_ROWS = 16, 4  # number of rows in a trial, and of those that are compared; the others may influence them
+LOUD = 1000.0  # factor by which the other rows grow, so that any shared scale or threshold moves by a lot
 SUMS, MULTIPLE = 6, 1.5
 """Number of sums tried, and the factor: not a power of two, with which the steps of float8 would grow."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 6e-3
@@ -69,8 +67,9 @@ def linear_refusal(facts: ModelFacts) -> str:
     A layer is tried again after its weight was replaced.
     """
     model: PreTrainedModel = facts.model
+    packed = PACKED.loaded()
     for name, layer in foreign_layers(model, type(model).__module__):
-        if _is_integer(layer):
+        if packed is not None and isinstance(layer, packed.int8_layer):
             if not is_invariant(model):
                 return f"its layer {name!r} is packed in {layer.WEIGHTS} and rounds its inputs, {INTEGER_REMEDY}"
             continue  # equal inputs give equal outputs, bit for bit
@@ -84,11 +83,6 @@ def linear_refusal(facts: ModelFacts) -> str:
         if reason:
             return f"its layer {name!r} ({_kind(layer)}) {reason}"
     return ""
-
-
-def _is_integer(layer: nn.Module) -> bool:
-    packed = PACKED.loaded()
-    return packed is not None and isinstance(layer, packed.int8_layer)
 
 
 def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -214,8 +208,7 @@ def _rms(values: torch.Tensor) -> float:
     return values.square().mean().sqrt().item()
 
 
-LONGEST_PROBE_TOKENS = 1024
-"""Maximum length that a check exceeds; a model with a longer one is refused."""
+LONGEST_PROBE_TOKENS = 1024  # maximum length that a check exceeds; a model with a longer one is refused
 _LENGTH_WORDS = frozenset(
     """
     block blocks bucket buckets chunk chunks context ctx distance extent floor horizon keep keys len length lengths
@@ -301,14 +294,15 @@ def _words(name: str) -> set[str]:
 def check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     """Try the possible mask formats of a model; the first one that is exact is its plan."""
     name, listed = type(model).__name__, has_listed_decoder(model, config)
-    lengths = _windows(config) if listed else named_lengths(model)
+    lengths = {} if listed else named_lengths(model)
     longest = max(lengths, key=lambda name: lengths[name], default=None)
-    if longest and lengths[longest] > LONGEST_PROBE_TOKENS and not listed:
+    if longest and lengths[longest] > LONGEST_PROBE_TOKENS:
         what = f"its {longest} of {lengths[longest]} tokens is too long to be checked"
         return Support(name, f"{what}, and this package does not test it")
-    reach = max((length for length in lengths.values() if length <= LONGEST_PROBE_TOKENS), default=0)
-    findings = []
-    for by_layer_type in _mask_formats(config, listed=listed):
+    exceeded = window_lengths(config) if listed else lengths.values()
+    reach = max((length for length in exceeded if length <= LONGEST_PROBE_TOKENS), default=0)
+    findings, formats = list[str](), [True, False] if field(config, "layer_types") else [False]
+    for by_layer_type in [takes_masks_by_layer_type(config)] if listed else formats:
         try:
             plan = plan_for(config, by_layer_type=by_layer_type)
             error = worst_error(model, plan, beyond=reach)
@@ -320,19 +314,6 @@ def check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
         findings.append(f"logits differ by {error:.2g} standard deviations")
     reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
     return Support(name, reason)
-
-
-def _windows(config: PretrainedConfig) -> dict[str, int]:
-    """Return the window and chunk sizes of a listed architecture."""
-    values = {name: field(config, name) for name in ("sliding_window", "attention_chunk_size")}
-    return {name: value for name, value in values.items() if isinstance(value, int)}
-
-
-def _mask_formats(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
-    """Return the candidates for `by_layer_type`."""
-    if listed:
-        return (takes_masks_by_layer_type(config),)
-    return (True, False) if field(config, "layer_types") else (False,)
 
 
 class TrialsBackend:

@@ -51,10 +51,8 @@ def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> floa
     """Return the largest difference between a tree's logits and those of plain decoding along its branches.
 
     It is in standard deviations of the plain logits. One path is kept and one more token is fed, so that compaction is
-    checked too. The prefix is longer than `beyond`, the length of a sliding window or chunk.
-
-    Raises:
-        RandomModelError: the model draws random numbers.
+    checked too. The prefix is longer than `beyond`, the length of a sliding window or chunk. Raises `RandomModelError`
+    if the model draws random numbers.
     """
     logger.info("checking %s, which is not a tested architecture: a tree pass against plain ones", type(model).__name__)
     error = without_draws(lambda: _worst_error(model, plan, PREFIX_TOKENS + beyond))
@@ -182,7 +180,8 @@ def training_refusal(facts: ModelFacts) -> str:
     except RandomModelError:
         return f"it is in training mode, where it draws random numbers, as dropout does: {REMEDY}"
     except Exception as problem:  # noqa: BLE001 - any failure of a pass in training mode is the reason
-        return f"it is in training mode, where a pass fails ({_first_line(problem)}): {REMEDY}"
+        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        return f"it is in training mode, where a pass fails ({reason}): {REMEDY}"
     if not error <= tolerance(model):
         return (
             "it is in training mode, where a pass does not continue from the cache of the one before, "
@@ -209,10 +208,6 @@ def _error_of_cache(model: Any) -> float:
     if recurrence is not None:
         return 0.0 if all(layer.state_bytes for layer in cache.recurrent) else float("inf")
     return distance(model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1], last)
-
-
-def _first_line(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 LENGTHS = 12, 5

@@ -61,8 +61,7 @@ class Recycler:
         return ()
 
 
-FOLLOWS = 8
-"""Next tokens stored per row of logits; with more beams than that, one per beam."""
+FOLLOWS = 8  # next tokens stored per row of logits; with more beams than that, one per beam
 
 
 class BeamGuesser:

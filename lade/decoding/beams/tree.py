@@ -9,8 +9,7 @@ import torch
 
 from lade.decoding.tree import ROOT, TokenTree
 
-Follow = tuple[int, float]
-"""A token and its log-probability."""
+Follow = tuple[int, float]  # a token and its log-probability
 
 
 class BranchRow:
@@ -31,20 +30,13 @@ class BranchRow:
 
 @dataclass
 class Branches:
-    """Trunk and tree of the texts of a search.
+    """Trunk and tree of the texts of a search, and what passes have found at the first nodes of the tree."""
 
-    Attributes:
-        trunk: the text before the tree's root.
-        tree: the tree, whose root is the last token that all branches share, or a later one.
-        follows: top next tokens, likeliest first, at each node that a pass has seen (the first ones of the tree); empty
-            at nodes that no beam can reach.
-        logits: `[V]`, at each node that a pass has seen and that a beam can reach.
-    """
-
-    trunk: list[int]
-    tree: TokenTree
+    trunk: list[int]  # the text before the tree's root
+    tree: TokenTree  # its root is the last token that all branches share, or a later one
+    # Top next tokens at each node seen, likeliest first; none at nodes that no beam can reach.
     follows: list[Sequence[Follow]] = field(default_factory=list)
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # [V], at nodes seen that a beam can reach
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> Branches:

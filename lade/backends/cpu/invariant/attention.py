@@ -73,8 +73,7 @@ class PlacedMask(torch.Tensor):
     def addresses(self, rows: int, step: int, keys: int) -> tuple[int, int, int, int]:
         """Return address and strides of the mask, and the address of its spans; computed once for all layers.
 
-        Raises:
-            ValueError: the mask has other numbers of rows, queries or keys, or is not a bool tensor on the CPU.
+        Raises `ValueError` if it has other numbers of rows, queries or keys, or is not a bool tensor on the CPU.
         """
         shape, addresses = self._addresses
         if shape != (rows, step, keys):
@@ -180,11 +179,7 @@ def attention_of(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `invariant_attention`, `[B, S, H, Dv]`, in float32, or in bfloat16 if the queries are.
-
-    Raises:
-        ValueError: an argument has another shape, dtype or device.
-    """
+    """Compute `invariant_attention`, `[B, S, H, Dv]`, in float32, or in bfloat16 if the queries are."""
     if not _fits(query, key, value, sinks):
         takes = "tensors on the CPU, [B, H, S, D], [B, Hkv, K, D], [B, Hkv, K, Dv] and [H]; neither D nor K is 0"
         refuse("attention", takes, query=query, key=key, value=value, sinks=sinks)

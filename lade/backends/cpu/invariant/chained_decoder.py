@@ -53,8 +53,7 @@ from lade.model.module_changes import Changed, change, has_own_forward
 _UNUSUAL = FORMER_NAMES | {"dropout", "scaling", "softcap", "s_aux", "is_causal", "position_bias"}
 """Arguments of layers that change what attention computes."""
 _TRIAL = (2, 3, 5)  # rows, cached tokens and tokens
-MOST_SHAPES = 64
-"""Shapes of passes whose calls are kept, some 0.1 MB each for 30 layers."""
+MOST_SHAPES = 64  # shapes of passes whose calls are kept, some 0.1 MB each for 30 layers
 
 # Indices among the numbers that a call is given. Those of all layers:
 _X, _OUTS, _COS, _SIN, _SCRATCH, _ROOM, _ROW, _HEAD, _STEP, _FIRST = range(1, 11)
@@ -80,7 +79,7 @@ class _Run:
         self.layers = layers
         self._shapes = list(map(_shape_of, layers))
         self._known: dict[tuple[int, ...], Stages] = {}
-        self._storages: list[Any] = []  # of weights
+        self._storages: list[Any] = []  # of weights; once emptied, all addresses are looked up in the next pass
         self._addresses, self._numbers = list[int](), array("q")
 
     def made(self, x: torch.Tensor, given: tuple[Any, Any, Any]) -> _Made | None:
@@ -149,10 +148,6 @@ class _Run:
             place = _SHARED + _OWN * number
             numbers[place + _KEYS], numbers[place + _VALUES] = address_of(each.keys), address_of(each.values)
         return numbers
-
-    def forget_addresses(self) -> None:
-        """Look up the addresses of all weights in the next pass."""
-        self._storages = []
 
     def _look_up(self) -> None:
         """Look up the addresses of all weights; see `PackedLinear.checked` for the errors raised."""
@@ -237,15 +232,11 @@ def _add(stages: Stages, tokens: tuple[int, int, int], layer: Any, own: int, x: 
 
 
 class _Stack:
-    """All layers of a decoder, in runs; copies start empty.
-
-    Attributes:
-        runs: the runs, by the number of their first layer.
-        refused: true if the modelling code gives layers something else than the first one of their run.
-    """
+    """All layers of a decoder, in runs; copies start empty."""
 
     def __init__(self, modules: Any = None) -> None:
-        self.refused, self.runs = False, dict[int, _Run]()
+        self.runs = dict[int, _Run]()  # by the number of their first layer
+        self.refused = False  # true if modelling code gives layers something else than the first one of their run
         self._modules, self._survey = modules, None
         self._relied_on: tuple[Any, int] = None, 0  # facts of a call, and hooks registered before
         if is_stack(modules):
@@ -270,7 +261,7 @@ class _Stack:
         free = self._survey is not None and self._survey.is_free()
         self._relied_on = (SURVEYED.now, RemovableHandle.next_id) if free else (None, 0)
         for run in self.runs.values():
-            run.forget_addresses()
+            run._storages = []
         return free and not self.refused
 
     @property

@@ -37,8 +37,7 @@ from lade.backends.cpu.kernels import (
 )
 from lade.model.module_changes import Changed, change, own_class
 
-AT_A_TIME = 2**17
-"""Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
+AT_A_TIME = 2**17  # numbers per piece: half a megabyte in float32, which fits a typical L2 cache
 _OF_ERF = (nn.GELU, activations.GELUActivation)
 _OF_TANH = (
     nn.GELU,
@@ -110,11 +109,7 @@ def takes(x: torch.Tensor) -> bool:
 
 
 def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
-    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32.
-
-    Raises:
-        ValueError: x has another dtype or device, or requires gradients.
-    """
+    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32."""
     if not takes(x):
         refuse("x times a logistic function", "float32, bfloat16 and float16 on the CPU, without gradients", x=x)
     if x.dtype == torch.float16:

@@ -26,18 +26,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.announcements import announced_if_slow
+from lade.backends.cpu.invariant import trials
 from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
 from lade.backends.cpu.invariant.functions import replace_activations, replace_norms
 from lade.backends.cpu.invariant.fused import fuse
-from lade.backends.cpu.invariant.trials import (
-    Heads,
-    ModelTrial,
-    attention_keeps_order,
-    distinct_layers,
-    keep_paddings,
-    kept_paddings,
-    key_of,
-)
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import RowPadding, forget_padding, has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import ON_GPU, Invariance, changed_modules, invariance_of, set_invariance
@@ -54,14 +46,11 @@ from lade.native import COMPILER_REMEDY
 
 logger = logging.getLogger(__name__)
 
-TEXTS = (5, 61, 190)
-"""Lengths of the trial's texts; with the second one, the tree crosses a tile border."""
+TEXTS = (5, 61, 190)  # lengths of the trial's texts; with the second one, the tree crosses a tile border
 BRIEF_TEXT = 61
 """Length of the only text where a model of the same structure passed before: its tree crosses a tile border."""
-BATCHED = 64
-"""Texts up to this length are also tried as one row of a batch."""
-PAST = 3
-"""Tokens by which one more text exceeds each sliding window."""
+BATCHED = 64  # texts up to this length are also tried as one row of a batch
+PAST = 3  # tokens by which one more text exceeds each sliding window
 REMEDY = "use the model unchanged: in 16-bit, output can diverge where two tokens score almost equally"
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -72,7 +61,7 @@ class _Record(Invariance):
 
 
 def invariant(model: _Model) -> _Model:
-    """Make a model batch-invariant, in place: a token gets the same bits whatever else is in a pass.
+    """Make a model batch-invariant, in place, and return it: a token gets the same bits whatever else is in a pass.
 
     For inference on the CPU, or on a GPU with Triton for Llama, Mistral, Qwen 2 and 3. From then on `lade.generate`,
     the engine and all other entry points return, in bfloat16, float16 and float32, token for token and score for score
@@ -92,9 +81,6 @@ def invariant(model: _Model) -> _Model:
 
     Args:
         model: a decoder-only transformers model in evaluation mode, on one device; PEFT wrappers are looked through.
-
-    Returns:
-        The model itself.
 
     Raises:
         UnsupportedModelError: the model cannot be made invariant; the message gives the reason, and the first layer
@@ -121,8 +107,8 @@ def _make_on_cpu(inner: PreTrainedModel) -> None:
         attention=decoder.config._attn_implementation,
         experts=decoder.config._experts_implementation if has_mixtures(inner) else None,
     )
-    key = key_of(inner)
-    known = kept_paddings(key) if key is not None else None
+    key = trials.key_of(inner)
+    known = trials.kept_paddings(key) if key is not None else None
     try:
         set_invariance(inner, note)
         paddings = _replace_layers(inner, decoder, known or (), mixtures=note.experts is not None)
@@ -132,17 +118,11 @@ def _make_on_cpu(inner: PreTrainedModel) -> None:
         variant(inner)
         raise
     if key is not None and known is None:
-        keep_paddings(key, paddings)
+        trials.keep_paddings(key, paddings)
 
 
 def variant(model: _Model) -> _Model:
-    """Undo `invariant`, in place; other models are left alone.
-
-    Args:
-        model: a model, invariant or not.
-
-    Returns:
-        The model itself.
+    """Undo `invariant`, in place, and return the model; other models are left alone.
 
     Raises:
         UnsupportedModelError: hooks were added to a layer meanwhile, by accelerate for example. The model is left
@@ -197,17 +177,17 @@ def _check_invariance(model: PreTrainedModel, *, briefly: bool) -> None:
     """
     config = decoder_config(model)
     heads = _heads(config)
-    if heads is not None and not briefly and not attention_keeps_order(heads):
+    if heads is not None and not briefly and not trials.attention_keeps_order(heads):
         raise _refused(model, "its attention, as compiled here, does not keep its summation order")
     plan = supports(model).require()
     windows = [window for window in window_lengths(config) if window <= LONGEST_PROBE_TOKENS]
     limit = field(config, "max_position_embeddings") or LONGEST_PROBE_TOKENS
     texts = [BRIEF_TEXT] if briefly else sorted({*TEXTS, *(window + PAST for window in windows)})
-    with distinct_layers(model):
+    with trials.distinct_layers(model):
         for tokens in texts:
             if tokens + len(TEXTS) * PAST > limit:
                 continue
-            trial = ModelTrial(model, plan, tokens)
+            trial = trials.ModelTrial(model, plan, tokens)
             differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens <= BATCHED else None)
             if differing is not None:
                 raise _refused(
@@ -256,13 +236,13 @@ def _refusal_of_architecture(model: PreTrainedModel) -> str:
     return ""
 
 
-def _heads(config: PretrainedConfig) -> Heads | None:
+def _heads(config: PretrainedConfig) -> trials.Heads | None:
     """Return the numbers and sizes of attention heads; None if the configuration does not give them."""
     many, kv_heads = field(config, "num_attention_heads"), field(config, "num_key_value_heads")
     size = field(config, "head_dim") or (field(config, "hidden_size") // many if isinstance(many, int) else None)
     if not (isinstance(many, int) and isinstance(size, int)):
         return None
-    return Heads(many, kv_heads if isinstance(kv_heads, int) else many, size)
+    return trials.Heads(many, kv_heads if isinstance(kv_heads, int) else many, size)
 
 
 def _refused(model: Any, reason: str, remedy: str = REMEDY) -> UnsupportedModelError:

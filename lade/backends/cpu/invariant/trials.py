@@ -39,18 +39,15 @@ from lade.model.runner import EagerRunner
 from lade.native import library_path, processor_name
 from lade.version import __version__
 
-TEXTS = (1, 17, 60, 64, 130, 257, 700)
-"""Numbers of cached tokens in the attention trial."""
+TEXTS = (1, 17, 60, 64, 130, 257, 700)  # numbers of cached tokens in the attention trial
 _NODES, _DEPTH = 40, 9
 PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
 """Paths of the trial's tree, as indices into random tokens."""
 KEPT = PATHS[1]  # its keys must move forward
 FOLLOWING = 13
-ROWS = 4
-"""Rows of the batch trial; few paddings are multiples of it."""
+ROWS = 4  # rows of the batch trial; few paddings are multiples of it
 NO_MODULE = "no module by itself"
-Outputs = list[tuple[str, torch.Tensor]]
-"""Outputs of the modules of a model in call order, with their names."""
+Outputs = list[tuple[str, torch.Tensor]]  # outputs of the modules of a model in call order, with their names
 
 
 class Heads(NamedTuple):

@@ -38,8 +38,7 @@ from lade.model.config import dtype_name
 from lade.model.module_changes import Changed, change
 
 _PADDING = "row_padding"
-ROWS = (*range(1, 129), 200, 500)
-"""Numbers of rows to compare in the trial."""
+ROWS = (*range(1, 129), 200, 500)  # numbers of rows to compare in the trial
 _SHIFTS = 64
 _FEW, _SEVERAL = (1, 2, 4), (8, 16, 32)
 _MANY, _LESS = (128, 96, 64), (48, 32)  # rows per call, where other kernels take over for many rows
@@ -159,17 +158,13 @@ def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
     """Return True if rows `[N, in]` get the same bits in every pass over some of them, at any place in it."""
     expected = _outputs(layer, x, padding)
     tried = (rows for rows in ROWS if padding.most is None or rows <= padding.most)  # more go in pieces
-    parts = (slice(first, first + rows) for rows in tried for first in _firsts(rows))
-    return all(
-        torch.equal(each, whole[part])
-        for part in parts
-        for each, whole in zip(_outputs(layer, x[part], padding), expected, strict=True)
-    )
-
-
-def _firsts(rows: int) -> range:
-    """Return the first rows of the passes of a size; few rows are tried at several places."""
-    return range(rows * 7 % 8, _SHIFTS, max(8, min(_SHIFTS, 4 * rows)))
+    for rows in tried:
+        for first in range(rows * 7 % 8, _SHIFTS, max(8, min(_SHIFTS, 4 * rows))):  # few rows at several places
+            part = slice(first, first + rows)
+            found = _outputs(layer, x[part], padding)
+            if not all(torch.equal(each, whole[part]) for each, whole in zip(found, expected, strict=True)):
+                return False
+    return True
 
 
 def _outputs(layer: Layer, x: torch.Tensor, padding: RowPadding) -> tuple[torch.Tensor, ...]:

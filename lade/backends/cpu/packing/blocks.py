@@ -18,17 +18,12 @@ from torch.nn.functional import pad
 
 from lade.backends.cpu.packing.weight import ByValue, HugePages, PanelWeight, has_block_kernels
 
-GROUP = 32
-"""Inputs that share a scale, in most formats."""
-BLOCK = 64
-"""Inputs of a block of a panel."""
-PANEL = 16
-"""Outputs of a panel."""
+GROUP = 32  # inputs that share a scale, in most formats
+BLOCK = 64  # inputs of a block of a panel
+PANEL = 16  # outputs of a panel
 _LINE = 64  # bytes of a line of a panel
-LARGEST = 127
-"""Largest code of a row; codes are symmetric, and -128 is unused."""
-TINY = 1e-30
-"""Least size of what is rounded, to avoid division by zero."""
+LARGEST = 127  # largest code of a row; codes are symmetric, and -128 is unused
+TINY = 1e-30  # least size of what is rounded, to avoid division by zero
 _ZERO = {4: 8, 8: 128}  # unsigned code of zero by bits, in formats without a minimum
 _TENSORS = ("values", "scale", "minimum", "factor", "shift")
 _MOST_SUMS = 2**24  # of the reference at a time

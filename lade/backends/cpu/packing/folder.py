@@ -47,31 +47,18 @@ _OTHERS = ("*.safetensors", "pytorch_model*.bin")
 
 @dataclass
 class Index:
-    """Contents of `packed.json`.
+    """Contents of `packed.json`. Codes are uint8: of int8, 128 stands for zero; two of int4 are in a byte."""
 
-    Attributes:
-        format: version of this layout.
-        architecture: name of the model's class in transformers.
-        int8: names of the int8 layers, with the dtype of their inputs; codes are uint8, 128 stands for zero.
-        int4: likewise of the int4 layers, whose weights are `[out, ceil(in / 2)]` uint8, two codes in a byte.
-        packed: names of the layers packed in their own dtype.
-        files: names of the files that hold the tensors.
-    """
-
-    format: int
-    architecture: str
-    int8: dict[str, str] = field(default_factory=dict)
+    format: int  # version of this layout
+    architecture: str  # name of the model's class in transformers
+    int8: dict[str, str] = field(default_factory=dict)  # names of the layers, with the dtype of their inputs
     int4: dict[str, str] = field(default_factory=dict)
-    packed: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
+    packed: list[str] = field(default_factory=list)  # names of the layers packed in their own dtype
+    files: list[str] = field(default_factory=list)  # that hold the tensors
 
 
 def check_target(folder: Path) -> None:
-    """Raise unless a packed model may be written to a folder.
-
-    Raises:
-        InputError: it is not a folder, holds another model, or is not writable.
-    """
+    """Raise `InputError` for what is not a folder, holds another model, or is not writable."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is not a folder: give the path of one")
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())

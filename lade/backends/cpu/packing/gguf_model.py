@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 PACKED = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 """Architectures whose matrices stay as they are; Mistral's files say llama. Others are dequantised."""
 FREQUENCIES = "rope_freqs.weight"
-_OLDEST = (5, 23)
-"""The first transformers that makes the tokenizers of all these files."""
+_OLDEST = (5, 23)  # the first transformers that makes the tokenizers of all these files
 _PAIRED = ("attn_q.weight", "attn_k.weight")  # rows are in another order in files of "llama"
 
 
@@ -250,8 +249,7 @@ def _scale_frequencies(model: Any, source: _Source) -> set[str]:
 def _tell(header: Header, dequantised: Counter[str], used: set[str], dtype: torch.dtype) -> None:
     """Say in one line what did not stay as it is, and in another what the model does not use.
 
-    Raises:
-        InputError: a tensor of a layer is not used, so that the model would compute something else.
+    If that is a tensor of a layer, the model would compute something else: it is refused.
     """
     unused = sorted(set(header.tensors) - used)
     if (of_layer := next((name for name in unused if name.startswith("blk.")), None)) is not None:

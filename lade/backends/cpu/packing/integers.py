@@ -123,7 +123,7 @@ class Int8Linear(PackedLinear):
             integers = PackedWeight(packed, requires_grad=False)  # integers have no gradients
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
-        self.__dict__["_packed_state"] = state_of(weight)
+        self._packed_state = state_of(weight)
 
     def codes(self) -> BlockCodes:
         """Return the weight's codes; a copy of those in panels."""

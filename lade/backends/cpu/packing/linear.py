@@ -45,25 +45,16 @@ class PackedLinear(nn.Module):
         pages: memory pool for panels, shared by all layers of a model.
 
     Attributes:
-        in_features, out_features: sizes of the layer's input and output.
-        bias: the layer's own parameter, `[out]`, or None.
         layer: the original layer, without its weight.
-        dtype: dtype of inputs and outputs.
-        panel: outputs per panel of the weight now; 0 in oneDNN's layout. `lay_out` changes it.
+        panel: that of the weight now, which `lay_out` changes.
         weight: the layer's own parameter if it is kept, in which case changes to it are packed again; otherwise a
             parameter in the packed layout, `[out, in]` in oneDNN's.
     """
 
     bias: nn.Parameter | None
     layer: nn.Module
-    dtype: torch.dtype
-    panel: int
-    _own_panel: int
     _packed: torch.Tensor
     _panel_weight: PanelWeight | None
-    _count: int
-    _pages: HugePages | None
-    _packed_state: tuple[int, int]
 
     def __init__(self, layer: nn.Module, *, keep: bool, panel: int = 0, pages: HugePages | None = None) -> None:
         super().__init__()
@@ -73,7 +64,8 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.out_features, self.in_features = shape_of(layer)
-        self.__dict__.update(dtype=weight.dtype, panel=panel, _own_panel=panel, _count=weight.numel(), _pages=pages)
+        self.dtype, self.panel, self._own_panel, self._count = weight.dtype, panel, panel, weight.numel()
+        self._pages = pages
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: not part of the module tree or of its state
 
@@ -81,7 +73,7 @@ class PackedLinear(nn.Module):
         """Pack the dense `weight`, and free it unless it is kept."""
         weight = self._parameters["weight"]
         self._take(weight, self.panel)
-        self.__dict__["_packed_state"] = state_of(weight)
+        self._packed_state = state_of(weight)
 
     @torch.no_grad()
     def _take(self, weight: Any, panel: int) -> None:
@@ -110,7 +102,7 @@ class PackedLinear(nn.Module):
         """Convert the weight to panels in `pages` if this processor has kernels for its dtype; with None, back."""
         panel = self._own_panel if pages is None else panel_for(self.dtype)
         if panel != self.panel:
-            self.__dict__["_pages"] = pages
+            self._pages = pages
             self._take(self._dense_parameter(), panel)
 
     def dense_weight(self) -> torch.Tensor:
@@ -247,7 +239,7 @@ class PackedLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         panel = panel_for(self.dtype)
-        self.__dict__.update(panel=self.panel and panel, _own_panel=self._own_panel and panel)
+        self.panel, self._own_panel = self.panel and panel, self._own_panel and panel
         sent, weight = self.__dict__.pop("_sent", None), self._parameters["weight"]
         if sent is not None and weight is not None:
             self._parameters["weight"] = like(weight, sent)

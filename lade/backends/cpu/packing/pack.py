@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, TypeVar
@@ -43,8 +43,7 @@ UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 """Classes that can be packed. Subclasses are refused, since they may compute something else."""
 _LINEAR = (*UNDERSTOOD, PackedLinear)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_WEIGHTS = 2**17
-"""Layers with fewer weights are not packed: calling the packed kernel costs more than it saves."""
+MIN_WEIGHTS = 2**17  # layers with fewer weights are not packed: calling the packed kernel costs more than it saves
 INTEGER_LAYERS: dict[str, type[Int8Linear]] = {kind.WEIGHTS: kind for kind in (Int8Linear, Int4Linear)}
 """Classes of layers by the format of their integer weights."""
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
@@ -105,13 +104,9 @@ def pack(
 
 
 def unpack(model: _Model) -> _Model:
-    """Undo `pack`, in place: the original layers are back, their weights equal bit for bit, ties included.
+    """Undo `pack`, in place, and return the model: its original layers are back, bit for bit, ties included.
 
-    Args:
-        model: a model, packed or not.
-
-    Returns:
-        The model itself.
+    Other models are left alone.
 
     Raises:
         UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 or int4 without
@@ -141,7 +136,11 @@ def packable(
     patterns = _patterns(weights, keep)
     check_model(model)
     kinds: dict[nn.Module, type[PackedLinear]] = {}
-    _check_patterns(patterns, {name for name, module in model.named_modules() if isinstance(module, _LINEAR)})
+    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            some = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ConfigError("keep", pattern, f"no linear layer matches it: give one of {some}")
     for name, module in model.named_modules():
         in_integers = weights is not None and not any(matches(name, pattern) for pattern in patterns)
         if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
@@ -162,14 +161,10 @@ def pack_layers(
     codes: Callable[[Any], BlockCodes | None] = lambda layer: None,
     panel: int = 0,
 ) -> None:
-    """Replace layers of a model by packed ones, and guard these.
+    """Replace layers of a model by packed ones of these kinds, in place, and guard them.
 
-    Args:
-        model: model that owns the layers, changed in place.
-        kinds: class of the packed layer, for each layer to pack.
-        keep_original: true to keep dense weights, see `pack`.
-        codes: returns the codes of an integer layer if they are known already; called layer by layer.
-        panel: outputs per panel of bfloat16 weights; 0 for oneDNN's layout.
+    `codes` is called layer by layer, for the codes of an integer layer if they are known already; `panel` is that of
+    bfloat16 weights, see `PackedLinear`.
     """
     places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
     pages = HugePages()
@@ -350,13 +345,6 @@ def _patterns(weights: str | None, keep: Sequence[str] | str) -> list[str]:
     if patterns and weights is None:
         raise ConfigError("keep", patterns, "it has an effect with weights='int8' or 'int4' only: leave it out")
     return patterns
-
-
-def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
-    for pattern in patterns:
-        if not any(matches(name, pattern) for name in names):
-            some = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise ConfigError("keep", pattern, f"no linear layer matches it: give one of {some}")
 
 
 def matches(name: str, pattern: str) -> bool:

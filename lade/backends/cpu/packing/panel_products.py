@@ -52,8 +52,7 @@ def panel_for(dtype: torch.dtype) -> int:
 def panel_product(x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """Return bfloat16 rows `[..., in]` times a weight in panels of any width; no row depends on the others.
 
-    Raises:
-        ValueError: an argument has another dtype, device or shape.
+    Raises `ValueError` for another dtype, device or shape.
     """
     if weight.panels.shape[2] == 1:
         return weight.product(x, bias)
@@ -127,25 +126,16 @@ def _multiply(
 RECORDS = Records("products", "the choice of products")
 LEAST_WEIGHTS = 2**23
 """Models with fewer weights are not timed: caches hold them, and oneDNN's products have the unpacked layers' bits."""
-LARGEST_RATIO = 0.95
-"""Largest ratio of the times of own and oneDNN's products at which the own ones are used."""
-ROWS = (1, 8)
-"""Rows of the products that are timed: a plain step, and one with guesses."""
-SHAPES = 4
-"""Most shapes that are timed, those with the most weights."""
-SECONDS = 0.2
-"""Time for each shape, without packing; at least one round more than the first is timed."""
+LARGEST_RATIO = 0.95  # largest ratio of the times of own and oneDNN's products at which the own ones are used
+ROWS = (1, 8)  # rows of the products that are timed: a plain step, and one with guesses
+SHAPES = 4  # most shapes that are timed, those with the most weights
+SECONDS = 0.2  # time for each shape, without packing; at least one round more than the first is timed
 _TRIAL_BYTES = 2**26  # of the weights that pass in turn, more than a core's share of the caches
-Shapes = tuple[tuple[int, int, int], ...]
-"""Outputs, inputs and number of layers of each shape."""
+Shapes = tuple[tuple[int, int, int], ...]  # outputs, inputs and number of layers of each shape
 
 
 def faster_panel(shapes: Counter[tuple[int, int]]) -> int:
-    """Return the outputs per panel of the faster bfloat16 products, or 0 for oneDNN's.
-
-    Args:
-        shapes: number of layers by outputs and inputs.
-    """
+    """Return the outputs per panel of the faster bfloat16 products, or 0 for oneDNN's, given layers by their shape."""
     panel = panel_for(torch.bfloat16)
     if not panel or sum(outputs * inputs * count for (outputs, inputs), count in shapes.items()) < LEAST_WEIGHTS:
         return 0

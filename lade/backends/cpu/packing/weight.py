@@ -19,10 +19,8 @@ from lade.backends.cpu.kernels import At, Stages, address_of, dtype_code, is_pla
 from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
-MOST_INPUTS = 4096
-"""On processors with AMX, weights of up to this many inputs are laid out in blocks of 64 outputs."""
-CHUNK = 2**26
-"""Bytes requested from the system at a time; pages that are never written take no memory."""
+MOST_INPUTS = 4096  # on processors with AMX, weights of up to this many inputs are laid out in blocks of 64 outputs
+CHUNK = 2**26  # bytes requested from the system at a time; pages that are never written take no memory
 UNPACK_REMEDY = "call lade.unpack(model) first"
 
 
@@ -136,12 +134,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
 
 
-BLOCK = 64
-"""Bytes of consecutive inputs, of one row or one output, in a block."""
-DOT_PANEL, TILE_PANEL = 16, 64
-"""Outputs per panel of dot products, and of AMX tiles."""
-TILE_ROWS = 16
-"""Rows of a tile."""
+BLOCK = 64  # bytes of consecutive inputs, of one row or one output, in a block
+DOT_PANEL, TILE_PANEL = 16, 64  # outputs per panel of dot products, and of AMX tiles
+TILE_ROWS = 16  # rows of a tile
 _WORD = 4  # bytes of the inputs of an output that an instruction adds up
 _COLUMNS = BLOCK // _WORD  # outputs of a tile, or of a line of a panel
 _NEAR = 2**19  # bytes of rows that stay in a core's cache
@@ -174,8 +169,7 @@ class RowGroups(NamedTuple):
         return near, max(self.columns, columns)
 
 
-DOTS = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2, 24, 2**18, 2**16)
-"""Groups of dot products."""
+DOTS = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2, 24, 2**18, 2**16)  # groups of dot products
 WIDE_CODES = RowGroups((1, 2, 4, 6, 8, 12, 16), 16, 1, 32, 2**17, 2**15)
 NARROW_CODES = RowGroups((1, 2, 4), 4, 1, 8, 2**17, 2**15)
 """Groups of rows of products of codes for 32 registers of 64 bytes, and for 16 of 32 bytes."""
@@ -184,11 +178,6 @@ NARROW_CODES = RowGroups((1, 2, 4), 4, 1, 8, 2**17, 2**15)
 def has_dots() -> bool:
     """Return True if there are dot products of bfloat16, which need AVX512-BF16."""
     return kernel("multiply_few").available
-
-
-def parts_of_rows(rows: int, inputs: int) -> int:
-    """Return the parts in which rows are laid out in blocks."""
-    return max(1, min(rows, _SHARES * torch.get_num_threads(), inputs // _MANY_INPUTS))
 
 
 def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = TILE_PANEL) -> torch.Tensor:
@@ -216,8 +205,7 @@ def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tens
 
 _CODED = "float32, bfloat16 or float16"  # dtypes of rows that are rounded to codes
 _FACTS = 32  # bytes of the numbers that are noted of each block of a row in codes
-PREPARED_ROWS = 128
-"""Most rows whose calls are kept: a prompt's number of rows may never come again."""
+PREPARED_ROWS = 128  # most rows whose calls are kept: a prompt's number of rows may never come again
 
 
 def has_block_kernels() -> bool:
@@ -245,17 +233,14 @@ class PanelWeight:
     """A weight `[outputs, inputs]` in panels: bfloat16 from `in_panels`, or codes from `BlockCodes`.
 
     Args:
-        panels: the weight, with padding.
-        outputs: number of outputs; raises `ValueError` if there are fewer in the panels.
-        inputs: number of inputs, without padding.
+        panels: the weight, with padding; raises `ValueError` if it has fewer outputs.
         codes: format of the codes, see `BlockCodes.name`; empty for bfloat16.
-
-    Attributes:
-        instructions: instructions of the kernels of its products, see `kernel`.
     """
 
+    instructions = ""  # of the kernels of its products, see `kernel`
+
     def __init__(self, panels: torch.Tensor, outputs: int, inputs: int, *, codes: str = "") -> None:
-        self.panels, self.outputs, self.inputs, self.codes, self.instructions = panels, outputs, inputs, codes, ""
+        self.panels, self.outputs, self.inputs, self.codes = panels, outputs, inputs, codes
         self._prepared: dict[Hashable, Stages] = {}
         most = len(panels) * DOT_PANEL * (1 if codes else panels.shape[2])
         if outputs > most:
@@ -267,11 +252,7 @@ class PanelWeight:
         bias: torch.Tensor | None = None,  # [out], in any of these dtypes
         dtype: torch.dtype | None = None,  # of the result, any of these; None for that of x
     ) -> torch.Tensor:
-        """Multiply rows by the weight, and add a bias: `[..., out]`.
-
-        Raises:
-            ValueError: an argument has another dtype, device or shape.
-        """
+        """Multiply rows by the weight, and add a bias: `[..., out]`; see `check` for the errors raised."""
         self.check(x, bias)
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype or x.dtype, device="cpu")
@@ -280,7 +261,7 @@ class PanelWeight:
         return out
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raise `ValueError` unless rows and bias can be multiplied; see `product`."""
+        """Raise `ValueError` unless rows and bias have the dtype, device and shape that `product` takes."""
         half = torch.bfloat16
         fits = is_plain(x) and x.dim() and x.shape[-1] == self.inputs > 0 and (self.codes or x.dtype == half)
         own = bias is None or (is_plain(bias) and bias.shape == (self.outputs,))
@@ -317,7 +298,8 @@ class PanelWeight:
         count = padded * self.panels.shape[1]
         to, facts = stages.take(count * BLOCK), stages.take(count * _FACTS) if self.codes else 0
         fields = x, to, facts, kind, rows, self.inputs, split.together  # a RowBlocks, see cpu.h
-        stages.add(kernel("quantise_rows" if self.codes else "block_rows"), parts_of_rows(rows, rows * width), fields)
+        parts = max(1, min(rows, _SHARES * torch.get_num_threads(), rows * width // _MANY_INPUTS))
+        stages.add(kernel("quantise_rows" if self.codes else "block_rows"), parts, fields)
         return Blocks(to, facts)
 
     def add_product(
