@@ -15,7 +15,7 @@ from reference.tree import parts_of
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.decoding.drafting.adaptive import NGRAM, AdaptiveDrafter
+from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
 from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.drafter import Draft, Guess
 from lade.decoding.kernels import native_tree as growth_module
@@ -117,7 +117,7 @@ def test_the_window_gets_what_the_memory_leaves():
         parts_of(drafter._tree)["notes"]["place"] = -1  # of places; they would leave nothing from the second step on
         shares.append(cells(step(drafter, text, lambda text: (text[-1] + 1) % VOCABULARY)[0].tree))
     assert shares[0] > 0 == shares[-1]
-    assert max(shares) >= 2 * (NGRAM - 1)
+    assert max(shares) >= (LEAST_COLUMNS - 1) * (NGRAM - 1)
 
 
 def test_a_window_finds_what_no_memory_knows():

@@ -36,8 +36,11 @@ from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
-COLUMNS, NGRAM = SIZES["window"], SIZES["ngram"]
-"""Sizes of the lookahead window, those of the paper; each step feeds as many of its columns as fit."""
+COLUMNS = 16
+NGRAM = SIZES["ngram"]
+"""Sizes of the lookahead window; each step feeds as many of its columns as fit."""
+LEAST_COLUMNS = 3
+"""Smallest window that pays for its cells."""
 
 Tokens = tuple[int, ...]
 
@@ -305,7 +308,7 @@ class AdaptiveDrafter(Drafter):
                 tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
         columns = (most - len(tree.ids)) // (NGRAM - 1)
-        if self.window is not None and columns > 0 and self._constraint is None:
+        if self.window is not None and columns >= LEAST_COLUMNS and self._constraint is None:
             last_row_nodes = self.window.plant(tree, columns)
         self._tree.extend(tree, grown)
         return Draft(tree, wants_entries=True, last_row_nodes=last_row_nodes)
