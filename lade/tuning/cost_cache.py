@@ -5,10 +5,9 @@ JSON file for each combination of machine, model, settings and versions, see `la
 
     <user's cache folder>/lookahead-decoding/step-cost/<hash of the key>.json    {"key": {...}, "cost": {...}}
 
-A new one times the model's own forward pass over dummy trees of several sizes. Its cache is this module's own. A few
-tokens are really run; copies of their keys and values fill it up to the length wanted, since their content does not
-change what a pass costs, and running 256 tokens through a large model on a CPU takes longer than all that is to be
-measured.
+A new one times the model's own forward pass over dummy trees of several sizes. Its cache is this module's own. One
+token is really run; copies of its keys and values fill it up to the length wanted, since their content does not change
+what a pass costs, and running 256 tokens through a large model on a CPU takes longer than all that is to be measured.
 
 A curve is measured at one length of the cache. At other lengths passes cost more or less, by much the same factor for
 all sizes (`lade doctor --cached 1024` shows it), and `StepCost.observe` follows it. Nothing else is touched: no hook,
@@ -34,7 +33,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from lade.announcements import announce, contention_now
-from lade.decoding.drafting.step_cost import KNOTS, StepCost, fast_quantile
+from lade.decoding.drafting.controller import RECENT
+from lade.decoding.drafting.step_cost import KNOTS, SURPRISE, StepCost, fast_quantile
 from lade.decoding.tree import ROOT, TokenTree
 from lade.files import Records, digest_of
 from lade.locks import ForkSafeLock
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)  # in this order: should the time be over early, the first ones tell most
 CACHED_TOKENS = 256
+"""As many as a short chat has."""
 BUDGET_S = 1.0
-ROUNDS = 9
-
-_PREFIX_TOKENS = 4
+"""Of all passes together, before the first answer of a model on a machine; what does not fit in it is extrapolated."""
 _DEPTH = 7
+"""Of the trees that are timed: of as many tokens a balanced tree of the largest size would have."""
 
 
 class StepTimer:
@@ -103,10 +103,10 @@ class StepTimer:
         return tree
 
     def _filled(self) -> TreeCache:
-        """Run some tokens and repeat their keys and values: `cached` of them, and room for the largest pass."""
-        cache, prefix = self._runner.tree_cache(), self._text[:_PREFIX_TOKENS]
-        self._runner.eager().prefill([prefix] * self._batch, cache)
-        cache.repeat(self.cached + self.largest - len(prefix))
+        """Run one token and repeat its keys and values: `cached` of them, and room for the largest pass."""
+        cache = self._runner.tree_cache()
+        self._runner.eager().prefill([self._text[:1]] * self._batch, cache)
+        cache.repeat(self.cached + self.largest - 1)
         cache.keep([[]] * self._batch, fed=self.largest)
         return cache
 
@@ -116,20 +116,21 @@ def samples_of(
     sizes: Sequence[int],
     *,
     budget_s: float = BUDGET_S,
-    rounds: int = ROUNDS,
+    rounds: int = RECENT,
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[tuple[int, float]]:
     """Time the sizes in turn, so that a drift of the machine's speed meets all of them.
 
     A size that would not end in time is left out: then the smaller ones are measured more often. The first two are
-    measured once whatever they take. Yields a size and the seconds that a pass took, as soon as they are known.
+    measured once whatever they take, since one point makes no curve. Yields a size and the seconds that a pass took, as
+    soon as they are known.
     """
     deadline = clock() + budget_s
     samples: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(rounds):
         measured = False
-        for number, size in enumerate(sizes):
-            must = number < 2 and not samples[size]  # one point makes no curve
+        for size in sizes:
+            must = not samples[size] and not any(samples[other] for other in sizes[1:])
             if must or clock() + _expected(samples, size) <= deadline:
                 samples[size].append(timer(size))
                 measured = True
@@ -231,7 +232,6 @@ def _device_name(device: torch.device) -> str:
     return f"{processor_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
 
 
-WORTH_SAVING = 0.1  # relative change of a curve's worst size at which it is saved again
 SAVE_EVERY_S = 30.0
 """Between two times that a process saves a curve, at least: sizes that are seldom fed move in every short text, and a
 file takes as long to write as half a step of a small model."""
@@ -316,7 +316,7 @@ def _is_busy(model: PreTrainedModel) -> bool:
 
 
 def save_refreshed(model: PreTrainedModel) -> None:
-    """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation.
+    """Save those curves of a model that its steps have moved by a `SURPRISE`; for the end of a generation.
 
     Not those that were saved a short while ago: what moves them further is saved by the first generation after it. Nor
     on a busy machine.
@@ -325,7 +325,7 @@ def save_refreshed(model: PreTrainedModel) -> None:
     for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
         if now - curve.saved_at < SAVE_EVERY_S or not curve.is_kept or _is_busy(model):
             continue
-        if curve.cost.change_since(curve.saved) > WORTH_SAVING:
+        if curve.cost.change_since(curve.saved) > SURPRISE:
             _save(curve.key, curve.cost)
             curve.saved, curve.saved_at = curve.cost.table, now
 

@@ -13,9 +13,9 @@ from lade.errors import UnsupportedModelError
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports
-from lade.tuning.cost_cache import step_cost_for
+from lade.tuning.cost_cache import SIZES, step_cost_for
 
-FEW = 8
+FEW = SIZES[1]
 """Tokens of a step with some guesses."""
 TOLERANCE = 1.02
 """Factor by which a pass may get slower: curves are no more exact than that."""

@@ -42,9 +42,10 @@ PRIOR_WEIGHT = 4.0
 """Prior hits out of `PRIOR_WEIGHT` tokens, by the bit length of the agreement; 0 after a substitution. Agreements
 longer than those of the doubted prior hardly ever occur by chance."""
 KEPT = 1 - 1 / 64
-"""Decay of the running means, per token."""
+"""Decay of the running means, per token: they are over some 64 tokens, as many as a guess has at most."""
 LONGEST_MATCH = 1 << (len(_PRIOR) - 2)
-"""Longest agreement that is measured, in tokens."""
+"""Bound of the search for a match: longest agreement that is measured, in tokens, and occurrences of the last token
+that are examined, on either side of where a substitution would have led."""
 
 
 class Agreement:
@@ -105,11 +106,10 @@ ANCHOR = 12
 The memory, which knows what the logits say at the same place, drafts shorter ones: at 6, HumanEval lost 2 to 5 % of its
 tokens per step, and without these copies a text that is copied word for word 14 to 33 %.
 """
-_PLACES = 64  # occurrences of the last token that are examined
 _AFTERMATH = 16  # tokens after a departure during which it is treated as a possible substitution
 _FOLLOWING = 4  # agreement after which a miss may be a substitution; assumed before the first token
 FAINTEST = 0.02
-"""Least probability of a drafted token."""
+"""Least probability of a drafted token: what is less likely takes time to rank, and is hardly ever worth feeding."""
 
 
 class Cursor(NamedTuple):
@@ -221,7 +221,7 @@ class Prediction(CopySource):
     def _longest_match(self, context: Sequence[int]) -> Cursor | None:
         numbers = self._numbers.get(context[-1], [])
         middle = bisect_left(numbers, self._substituted)
-        near = numbers[max(0, middle - _PLACES // 2) : middle + _PLACES // 2]
+        near = numbers[max(0, middle - LONGEST_MATCH) : middle + LONGEST_MATCH]
         found = [
             (self._agreeing_before(number, context), -abs(number + 1 - self._substituted), number) for number in near
         ]

@@ -44,6 +44,7 @@ _OF_LOGITS = (
 converge to on stories and code."""
 _OF_TEXT = ((0.0,), (0.05, 0.2), (0.05, 0.05, 0.4))
 RATE = 0.01
+"""Of learning the weights: 0.02 yields 1 % fewer tokens per step, 0.005 as many (lab/log/drafting-and-mixing.md)."""
 
 _WITH_MTP: tuple[tuple[float, ...], ...] = (
     (-0.15, 1.25, 0.0, 0.15),
@@ -55,7 +56,8 @@ _WITH_MTP: tuple[tuple[float, ...], ...] = (
 )
 """By the number of hits with logits: weights of the final mixing with the predictions of an MTP layer; about what they
 become on stories that a layer predicts with an agreement of 0.7."""
-_MTP_SHARE = -1.0  # log-odds: 27 %
+_MTP_SHARE = -1.0
+"""Log-odds, 27 %: less than half, as a layer may be worth nothing, and enough for its record to show."""
 
 
 def prior_weights() -> Doubles:
@@ -92,11 +94,12 @@ class MtpWeights:
 
 SLOT_BYTES = 4 * (2 + WIDTH)
 LEAST_BYTES = 4096
-"""Smallest `max_bytes`."""
+"""Smallest `max_bytes`: two tables of one page together, each of which holds some rows of logits."""
+_FIRST_SLOTS = LEAST_BYTES // (2 * SLOT_BYTES)
 DEFAULT_BYTES = 128 * 2**20
+"""Some two million contexts, so that hours of texts are kept; little beside any model."""
 KINDS = (1 << END.bit_length()) - 1
 """Mask of the lowest bits of a slot's key: index into `layout.LENGTHS`, counted from 1."""
-_FIRST_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class ContextMemory(BaseMemory):
         self.max_bytes = max_bytes
         self.weights = prior_weights()
         self._most_slots = max_bytes // (2 * SLOT_BYTES)
-        self._young, self._old = _table(min(_FIRST_SLOTS, self._most_slots)), _table(1)
+        self._young, self._old = _table(_FIRST_SLOTS), _table(1)
         self._taken = 0
         self._bound: Tables | None = None
         self._writing = ForkSafeLock()
@@ -297,7 +300,7 @@ def _table(slots: int) -> Ints:
 
 def _table_of(taken: Ints, most_slots: int) -> Ints:
     """Return a table with these slots, and room for more."""
-    slots = min(_FIRST_SLOTS, most_slots)
+    slots = _FIRST_SLOTS
     while _most_taken(slots) < len(taken):
         slots = min(2 * slots, most_slots)
     table = _table(slots)

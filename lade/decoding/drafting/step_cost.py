@@ -35,17 +35,18 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from lade.decoding.drafting.controller import LARGEST_SHARED, RECENT, ControllerState
+from lade.decoding.kernels.layout import TINY
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
 MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves. At 1 one hiccup does,
 at 7 a machine whose pace jumps is followed too late (tests/tuning/test_never_slower.py)."""
-BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
-"""Passes over several tokens after which one over a single token is due: 8 at first and after surprises, then
-twice as many each time, or 128 at once where passes are padded to what was captured. If the first come late, a
-machine measured as steep takes longer than plain decoding; one in 128 passes costs less than 0.8 %, and without any the
-pace of one token is never known again."""
+BASELINE_INTERVAL = 128
+"""Passes over several tokens after which one over a single token is due, in the end: `RECENT` at first and after
+surprises, then twice as many each time, or 128 at once where passes are padded to what was captured. If the first come
+late, a machine measured as steep takes longer than plain decoding; one in 128 passes costs less than 0.8 %, and without
+any the pace of one token is never known again."""
 SURPRISE = 0.2
 """Log of a factor too large for noise, if it shows in two ratios in a row or in the pace. At 0.8 a machine that was
 measured as steep, or gets slower, is not found out; at 0.05 noise of 6 % would be news."""
@@ -57,7 +58,6 @@ FLATTEST = 0.25
 """Beyond the last size measured, the least growth for each time that size, as a share of the curve's height there:
 what was not measured is not believed to be free."""
 
-_SHORTEST_S = 1e-9  # more than nothing
 _SIZES = np.arange(KNOTS[-1] + 1)
 _MIDDLES = [(low + high) / 2 for low, high in pairwise(KNOTS)]
 
@@ -85,7 +85,7 @@ class StepCost:
 
     def __init__(self, knots: Sequence[float], *, measured_at: float = 0.0) -> None:
         if not isinstance(knots, Sequence) or len(knots) != len(KNOTS) or not all(map(_is_time, knots)):
-            raise ValueError(f"knots={knots!r} is not valid: give seconds >= {_SHORTEST_S} for each of {KNOTS}")
+            raise ValueError(f"knots={knots!r} is not valid: give seconds >= {TINY} for each of {KNOTS}")
         self._shape = [float(seconds) / knots[0] for seconds in knots]
         self._pace = deque([float(knots[0])], RECENT)
         self._ratios = [deque([0.0] * MEASURED, RECENT) for _ in KNOTS]
@@ -95,7 +95,7 @@ class StepCost:
         self._states: dict[str, ControllerState] = {}
         self._padded_to: tuple[int, ...] = ()
         self._unread_s = 0.0
-        self._interval, self._since_plain, self._plain_pace = FIRST_INTERVAL, 0, float(knots[0])
+        self._interval, self._since_plain, self._plain_pace = RECENT, 0, float(knots[0])
         self.wants_baseline = False
         self.measured_at = measured_at
         self.table: list[float] = []
@@ -114,7 +114,7 @@ class StepCost:
         foreign = sorted(set(sizes) - set(KNOTS))
         if not sizes or foreign:
             raise ValueError(f"samples of the sizes {foreign or sizes} are not valid: give some, of sizes in {KNOTS}")
-        heights = [max(_SHORTEST_S, fast_quantile(samples[size])) for size in sizes]
+        heights = [max(TINY, fast_quantile(samples[size])) for size in sizes]
         last, slope = sizes[-1], extrapolation_slope(sizes, heights)
         straight = np.interp(KNOTS, sizes, heights).tolist()
         knots = [t + slope * max(0, knot - last) for knot, t in zip(KNOTS, straight, strict=True)]
@@ -195,7 +195,7 @@ class StepCost:
         pace = median(self._pace)
         surprising = abs(math.log(pace / self._plain_pace)) > SURPRISE
         if surprising:
-            self._interval = FIRST_INTERVAL
+            self._interval = RECENT
             self._ratios = [deque(list(ratios)[-MEASURED:], RECENT) for ratios in self._ratios]
         if size == 1:
             self._since_plain, self._plain_pace = 0, pace
@@ -211,7 +211,7 @@ class StepCost:
         ratios, ratio = self._ratios[high], self._corrections[low] + math.log(high_s / low_s)
         ratios.append(ratio)
         if min(abs(each - self._corrections[high]) for each in list(ratios)[-2:]) > SURPRISE:
-            self._interval = FIRST_INTERVAL
+            self._interval = RECENT
         self._compared[high] += 1
         known = [0, *self._visited]
         found = [0.0, *(median(self._ratios[knot]) for knot in known[1:])]
@@ -224,7 +224,7 @@ class StepCost:
         if not place:
             return 1.0
         slope = (shape[place] - shape[place - 1]) / (KNOTS[place] - KNOTS[place - 1])
-        return max(_SHORTEST_S, shape[place] + slope * (size - KNOTS[place]))
+        return max(TINY, shape[place] + slope * (size - KNOTS[place]))
 
     @property
     def _visited(self) -> list[int]:
@@ -241,7 +241,7 @@ class StepCost:
             share = max(0.0, shape[last] - 1.0) / above  # much cheaper than measured: so is what lies beyond
             beyond = [1.0 + share * (height - 1.0) for height in self._shape[last + 1 :]]
             shape[last + 1 :] = [min(pair) for pair in zip(shape[last + 1 :], beyond, strict=True)]
-        return [max(_SHORTEST_S, pace * height) for height in shape]
+        return [max(TINY, pace * height) for height in shape]
 
     def refresh(self) -> None:
         """Compute what is read from what was observed; `observe` calls it when due."""
@@ -327,4 +327,4 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and value >= _SHORTEST_S
+    return _is_number(value) and value >= TINY

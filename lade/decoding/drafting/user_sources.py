@@ -44,7 +44,7 @@ from lade.errors import DrafterError
 
 logger = logging.getLogger(__name__)
 
-_BINS = 10  # of claimed probabilities
+_BINS = 10  # of claimed probabilities: few, so that each is soon known
 _TRIED = 16  # proposals whose time is compared with what they save; steps until a drafter is tried again
 
 
