@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 from lade.clock import Clock
 from lade.decoding.drafting.drafter import Drafter, PredictedTree
 from lade.decoding.drafting.memory import MtpWeights
-from lade.decoding.drafting.step_cost import BASELINE_INTERVAL, StepCost
-from lade.decoding.kernels.layout import MTP_DEPTHS, TINY, Doubles, Ints
+from lade.decoding.drafting.step_cost import StepCost
+from lade.decoding.kernels.layout import MTP_DEPTHS, Doubles, Ints
 from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.row import RowStep
 from lade.stats import Step
@@ -31,11 +31,13 @@ from lade.stats import Step
 FIXED_PASSES = 3
 """Passes per step if the tree size is fixed, so that times are not compared."""
 MOST_PASSES = MTP_DEPTHS
-_STEPS = 24
-"""Time constant of the gains, which differ from text to text; that of the rate is the interval between two trials, as
-by 24 steps slow beginnings of texts made passes that did not pay. So long before a trial states are kept again."""
-_LATEST = 512
-"""Tokens at the end of a text that are candidates, if not all tokens are: it takes some tens of microseconds."""
+_STEPS = 24  # time constant of the running means
+_RATE_STEPS = 200  # the same for the rate: with 24, slow beginnings of texts made passes that did not pay
+_RETRIAL = 64  # steps after which a pass that does not seem to pay is tried again
+_KNOWN_S = 1e-7  # a pass takes more
+_STATES = 16  # steps before such a trial from which the layer is given states; it needs some text to predict from
+_RECENT = 512  # tokens at the end of a text that may come again, where candidates alone are considered
+_FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
 
 class Predictions(NamedTuple):
@@ -123,7 +125,7 @@ class MtpHabits:
     weights: MtpWeights = field(default_factory=MtpWeights)
     cost: StepCost = field(default_factory=_unmeasured)
     gathered: StepCost = field(default_factory=_unmeasured)
-    gains: list[float] = field(default_factory=lambda: [1.0] * MOST_PASSES)  # optimistic, so that they are tried
+    gains: list[float] = field(default_factory=lambda: [_FIRST_GAIN] + [_NEXT_GAIN] * (MOST_PASSES - 1))
     passes: int = 0
     refused: int = 0
     tokens: float = 0.0
@@ -207,8 +209,7 @@ class MtpPasses(BatchDrafter):
     @property
     def _resting(self) -> bool:
         """True if passes fail, drafting is paused, or they do not pay and the next trial is far: no states are kept."""
-        far = 0 < self._habits.refused < BASELINE_INTERVAL - _STEPS
-        return self._failed or (self.fixed is None and (self._paused or far))
+        return self._failed or (self.fixed is None and (self._paused or 0 < self._habits.refused < _RETRIAL - _STATES))
 
     def watching(self) -> AbstractContextManager[object]:
         """See `BatchDrafter`."""
@@ -226,8 +227,8 @@ class MtpPasses(BatchDrafter):
     def observe(self, steps: Sequence[Step], seconds: float) -> None:
         """See `BatchDrafter`."""
         habits, tokens = self._habits, sum(len(step.tokens) for step in steps)
-        habits.tokens += tokens - habits.tokens / BASELINE_INTERVAL
-        habits.seconds += seconds - habits.seconds / BASELINE_INTERVAL
+        habits.tokens += tokens - habits.tokens / _RATE_STEPS
+        habits.seconds += seconds - habits.seconds / _RATE_STEPS
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
         """See `BatchDrafter`."""
@@ -269,7 +270,7 @@ class MtpPasses(BatchDrafter):
     def _choose_head(self) -> None:
         """Have the passes of this step compute candidates' logits, unless those with the whole head were cheaper."""
         whole, gathered = self._habits.cost, self._habits.gathered
-        self._gathers = self._layer.may_gather and not TINY < whole.seconds(1) < gathered.seconds(1)
+        self._gathers = self._layer.may_gather and not _KNOWN_S < whole.seconds(1) < gathered.seconds(1)
         self._cost = gathered if self._gathers else whole
 
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
@@ -285,7 +286,7 @@ class MtpPasses(BatchDrafter):
             return pays
         if not pays:  # it would not be tried for many steps: ask again with current costs
             self._cost.refresh()
-            pays = worth >= self.rate * self._cost.seconds(nodes) or habits.refused >= BASELINE_INTERVAL
+            pays = worth >= self.rate * self._cost.seconds(nodes) or habits.refused >= _RETRIAL
         habits.refused = 0 if pays else habits.refused + 1
         return pays
 
@@ -303,7 +304,7 @@ class MtpPasses(BatchDrafter):
             candidates = set()
             for row, tree, each in zip(rows, trees, frontiers, strict=True):
                 if each.nodes:
-                    candidates.update(tree.suggested(each.nodes), row.tokens[-_LATEST:])
+                    candidates.update(tree.suggested(each.nodes), row.tokens[-_RECENT:])
         start = self._clock.start()
         if number == 0:
             predictions = self._layer.predict(rows, candidates)
