@@ -125,8 +125,9 @@ demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade answer
 
 test: lint test-fast ## lint, types and the default tests: what CI runs
 
+# Bytecode is written even where the environment says otherwise: two workers need the modules of the tests.
 test-fast: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PARALLEL)
 
 test-core: $(VENV)/.installed ## the algorithm and the integration alone: a minute
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) tests/decoding tests/hf tests/test_imports.py tests/test_house.py

@@ -65,7 +65,7 @@ LEARNING_GAIN = 0.035
 0.019 worse."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Most that a text may lose against plain decoding, in plain steps and as a share of its tokens. No share is 0.040
-worse, half a step 0.012, 8 steps 0.004; without a bound the embedded model is 3 to 7 % faster."""
+worse, half a step 0.012, 8 steps 0.004."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 """Plain steps that all texts of a kind may lose together, and what each token and each new text add to them. Without
 this bound unpredictable texts lose 3 % each, for ever; with 1 step, or no share, it is learned late or never that
@@ -163,11 +163,7 @@ class FixedBudget:
 
 
 def slowest_row_weights(emitted: Sequence[int]) -> list[float]:
-    """Return how much each row weighs where a call waits for all: `[B]`, the slowest 1.
-
-    Args:
-        emitted: `[B]`, tokens that each row has emitted.
-    """
+    """Return the weight of each row where a call waits for all, `[B]`, given the tokens they emitted; the slowest 1."""
     slowest = min(emitted)
     return [exp((slowest - count) / LAG_SCALE) for count in emitted]
 
