@@ -82,6 +82,6 @@ def rows_on_both():
         for free in ((2**20, 2**30), (2**30, 2**20), (2**20, 2**20)):
             getattr(torch, NAME).free = free
             batch = EngineBatch(model, plan, prefill_tokens=8, max_rows=2, max_tokens=None)
-            found.append(batch.capacity.max_tokens)
+            found.append(batch.running.capacity.max_tokens)
         device_bytes, _ = row_bytes(batch._prefill_runner)
         return {"bytes": {str(device): size for device, size in device_bytes.items()}, "slots": found}
