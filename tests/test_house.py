@@ -13,14 +13,14 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 209,
-    "lines": 43_890,
+    "lines": 43_909,
     "files under 40 lines of code": 9,
     "lines of the largest file": 474,
     "imports, per cent of code": 10.3,  # of 2,900 lines fewer
     "lines of a function, p90": 17,
     "lines of the longest function": 50,
     "files that generate imports": 50,
-    "lines that generate imports": 11_910,
+    "lines that generate imports": 11_906,
     "imports of backends by the core": 0,
     "constants of drafting and tuning": 73,
     "results of backends without a type": 0,
@@ -28,7 +28,7 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 13,
     "entries of Args that are fragments, per cent": 0.8,
-    "lines of tests": 58_268,
+    "lines of tests": 58_298,
     "private attributes in tests": 156,
     "patches in tests": 285,
 }

@@ -6,6 +6,7 @@ has texts, and no keys.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -53,23 +54,27 @@ class Watchdog:
         self.reason = ""  # describes the work that takes too long
         self._began: float | None = None  # of the work that is watched
         self._looked = self._set_up_s = 0.0
+        self._sets_up = False  # whether set-up was found at the last look
 
     def look(self, work: CurrentWork | None) -> None:
         """Look at what the engine does now; log once that it takes too long, and once that it has ended.
 
-        The time between two looks counts as set-up if the later one finds it, so there should be several a second.
+        The time between two looks counts as set-up if the later one finds it, so there should be several a second. The
+        stack is looked at from half of the limit on.
         """
         now, began = self._clock(), None if work is None else work.began
         if began != self._began:
             if self.reason:
                 logger.warning("the engine goes on after %.0f s", now - (self._began or now))
             self._began, self._looked, self._set_up_s, self.reason = began, began or now, 0.0, ""
+            self._sets_up = False
         if work is None or not self.limit_s:
             return
-        if is_set_up(work.frame):
-            self._set_up_s += now - self._looked
-        self._looked = now
         seconds = now - work.began - self._set_up_s
+        if self._sets_up or seconds > self.limit_s / 2:
+            self._sets_up = is_set_up(work.frame)
+            self._set_up_s += (now - self._looked) * self._sets_up
+            self._looked, seconds = now, now - work.began - self._set_up_s
         if seconds > self.limit_s and not self.reason:
             self.reason = f"{work.phase} of {len(work.rows)} rows has taken more than {self.limit_s:g} s"
             logger.error("the engine makes no progress: %s\n%s", self.reason, described(work))
@@ -77,14 +82,28 @@ class Watchdog:
 
 def is_set_up(frame: FrameType | None) -> bool:
     """Return True if a call within `frame`'s stack does what is done once."""
-    calls = traceback.walk_stack(frame) if frame is not None else ()
-    return any((each.f_globals.get("__name__"), each.f_code.co_name) in SET_UP for each, _ in calls)
+    return any((each.f_globals.get("__name__"), each.f_code.co_name) in SET_UP for each, _ in _calls(frame))
+
+
+def _calls(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    """Return the frames of another thread's stack, innermost first, with their lines.
+
+    A step to a caller may make an object of its frame, for which garbage may be collected, whose finalizers may let the
+    other thread run on: its frames end meanwhile, and Python 3.11 crashes. So none is collected.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(traceback.walk_stack(frame)) if frame is not None else []
+    finally:
+        if collects:
+            gc.enable()
 
 
 def described(work: CurrentWork) -> str:
     """Return the sizes of the rows and the stack of the decoding thread. It has no texts."""
     rows = ", ".join(f"{prompt} + {answer}" for prompt, answer in work.rows)
-    stack = "".join(traceback.format_list(traceback.extract_stack(work.frame))) if work.frame is not None else ""
+    stack = "".join(reversed(traceback.StackSummary.extract(iter(_calls(work.frame))).format()))
     return f"phase {work.phase}, tokens of prompt + answer of each row: {rows or '-'}\n{stack.rstrip()}"
 
 

@@ -125,6 +125,14 @@ def test_room_and_bytes_of_a_token():
     assert cache.room == (0, 0) and cache.token_bytes == 0
 
 
+def test_a_copied_row_is_not_changed_with_its_source():
+    cache = cache_of([1, 2, 3])
+    copied = cache.copy_row(0, 2)
+    for layer in cache.layers:
+        layer.keys[:] = layer.values[:] = torch.nan
+    assert_holds(copied, [[1, 2]])
+
+
 def test_rows_come_and_go_without_the_others_being_copied():
     cache = cache_of([1, 2, 3])
     cache.reserve(4, 20)

@@ -80,8 +80,13 @@ def an_unknown_one_under_a_known_one(model: Any) -> None:
     under_a_hook_of_accelerate(model)
 
 
+def an_unknown_one_with_an_argument_set(model: Any) -> None:
+    model.forward = functools.partial(handing_on(model.forward), output_attentions=False)
+
+
 TRANSPARENT = [
     taking_anything,
+    an_unknown_one_with_an_argument_set,
     bound_to_the_model,
     with_the_name_of_the_other,
     of_a_class_made_for_it,

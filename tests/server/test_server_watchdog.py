@@ -1,5 +1,6 @@
 """An engine that hangs is found and described; one that is slow, or sets up what is done once, is not."""
 
+import gc
 import importlib
 import inspect
 import logging
@@ -89,3 +90,20 @@ def test_the_time_of_one_piece_of_work_counts():
     assert watched.looks(2.2, watched.now) == "decode of 1 rows has taken more than 2 s"
     assert not watched.looks(0.1, None)
     assert not Watched(0.0).looks(1000, 100.0), "without a limit"
+
+
+class Call:
+    """A call of a running thread: frames may end while a caller is asked for, if garbage is collected then."""
+
+    f_globals, f_lineno, f_code, asked = {"__name__": "somewhere"}, 1, inspect.currentframe().f_code, 0
+
+    @property
+    def f_back(self):
+        self.asked += 1
+        assert not gc.isenabled()
+
+
+def test_the_stack_of_short_work_is_left_alone_and_no_garbage_is_collected_while_one_is_read():
+    watched, call = Watched(2.0), Call()
+    assert not watched.looks(0.9, 100.0, call) and not call.asked
+    assert not watched.looks(0.9, 100.0, call) and call.asked > 5 and gc.isenabled()
