@@ -266,7 +266,7 @@ class Painter:
     """Writes steps as text; on a terminal those of several tokens have colours, in turn."""
 
     def __init__(self, loaded: LoadedModel, term: Terminal, context: Iterable[int] = ()) -> None:
-        self._term, self._colours = term, cycle(RUNS)
+        self._term, self._colours = term, cycle(reversed(RUNS))
         self._detokenizer = Detokenizer(loaded.tokenizer, context)
 
     def __call__(self, step: Step) -> None:
