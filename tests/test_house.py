@@ -13,16 +13,16 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 209,
-    "lines": 43_909,
+    "lines": 43_910,
     "files under 40 lines of code": 9,
     "lines of the largest file": 474,
     "imports, per cent of code": 10.3,  # of 2,900 lines fewer
     "lines of a function, p90": 17,
     "lines of the longest function": 50,
     "files that generate imports": 50,
-    "lines that generate imports": 11_906,
+    "lines that generate imports": 11_907,
     "imports of backends by the core": 0,
-    "constants of drafting and tuning": 73,
+    "constants of drafting and tuning": 74,
     "results of backends without a type": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

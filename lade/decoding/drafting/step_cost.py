@@ -42,11 +42,12 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves. At 1 one hiccup does,
 at 7 a machine whose pace jumps is followed too late (tests/tuning/test_never_slower.py)."""
-BASELINE_INTERVAL = 128
-"""Passes over several tokens after which one over a single token is due, in the end: `RECENT` at first and after
-surprises, then twice as many each time, or 128 at once where passes are padded to what was captured. If the first come
-late, a machine measured as steep takes longer than plain decoding; one in 128 passes costs less than 0.8 %, and without
-any the pace of one token is never known again."""
+BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
+"""Passes over several tokens after which one over a single token is due: 8 at first and after surprises, then
+twice as many each time, or 128 at once where passes are padded to what was captured. If the first come late, a
+machine that was measured wrongly, or gets slower, takes longer than plain decoding (9 is too late for one of those in
+tests/tuning/test_never_slower.py); one in 128 passes costs less than 0.8 %, and without any the pace of one token is
+never known again."""
 SURPRISE = 0.2
 """Log of a factor too large for noise, if it shows in two ratios in a row or in the pace. At 0.8 a machine that was
 measured as steep, or gets slower, is not found out; at 0.05 noise of 6 % would be news."""
@@ -95,7 +96,7 @@ class StepCost:
         self._states: dict[str, ControllerState] = {}
         self._padded_to: tuple[int, ...] = ()
         self._unread_s = 0.0
-        self._interval, self._since_plain, self._plain_pace = RECENT, 0, float(knots[0])
+        self._interval, self._since_plain, self._plain_pace = FIRST_INTERVAL, 0, float(knots[0])
         self.wants_baseline = False
         self.measured_at = measured_at
         self.table: list[float] = []
@@ -195,7 +196,7 @@ class StepCost:
         pace = median(self._pace)
         surprising = abs(math.log(pace / self._plain_pace)) > SURPRISE
         if surprising:
-            self._interval = RECENT
+            self._interval = FIRST_INTERVAL
             self._ratios = [deque(list(ratios)[-MEASURED:], RECENT) for ratios in self._ratios]
         if size == 1:
             self._since_plain, self._plain_pace = 0, pace
@@ -211,7 +212,7 @@ class StepCost:
         ratios, ratio = self._ratios[high], self._corrections[low] + math.log(high_s / low_s)
         ratios.append(ratio)
         if min(abs(each - self._corrections[high]) for each in list(ratios)[-2:]) > SURPRISE:
-            self._interval = RECENT
+            self._interval = FIRST_INTERVAL
         self._compared[high] += 1
         known = [0, *self._visited]
         found = [0.0, *(median(self._ratios[knot]) for knot in known[1:])]
