@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import sys
 import warnings
@@ -30,6 +31,11 @@ def warn_if_shadowed() -> None:
         f"in the checkout of lookahead-decoding, run  {REMEDY}",
         stacklevel=3,
     )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that answers depend on, and Python's."""
+    return {"torch": version("torch"), "transformers": version("transformers"), "python": platform.python_version()}
 
 
 def minor_version(installed: str) -> tuple[int, int]:

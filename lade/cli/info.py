@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from lade.cli.options import decoding as options
 from lade.cli.options.model import Template
 from lade.cli.prompts import Prompt
 from lade.cli.terminal import Terminal, count, terminal
-from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
+from lade.version import TESTED_TRANSFORMERS, __version__, minor_version, versions
 
 if TYPE_CHECKING:
     from lade.cli.loading import LoadedModel
@@ -136,7 +135,9 @@ def doctor(
         from lade.cli.loading import load
 
         term.out.quiet = json
-        found: dict[str, Any] = {"machine": machine.hardware(), "versions": versions()}
+        tested = {"tested_transformers": ".".join(map(str, TESTED_TRANSFORMERS))}
+        used = {"lade": __version__, **versions(), **tested}
+        found: dict[str, Any] = {"machine": machine.hardware(), "versions": used}
         for part, facts in found.items():
             _show(part, facts, term)
         loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=wanted.threads)
@@ -165,20 +166,6 @@ def _title(text: str, term: Terminal) -> None:
 def _show(part: str, facts: Mapping[str, Any], term: Terminal) -> None:
     _title(part, term)
     show_facts({name: value for name, value in facts.items() if value is not None}, term)
-
-
-def versions() -> dict[str, str]:
-    """Return versions, and the newest of transformers that was tested."""
-    import torch
-    import transformers
-
-    return {
-        "lade": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tested_transformers": ".".join(map(str, TESTED_TRANSFORMERS)),
-    }
 
 
 def _show_passes(curve: Mapping[str, Any], free: float, term: Terminal) -> None:

@@ -26,10 +26,9 @@ from lade.errors import InputError
 from lade.files import write_whole
 from lade.server.access_log import facts_of
 from lade.server.errors import INVALID, ApiError
-from lade.server.metrics import versions
 from lade.server.request_context import RequestContext
 from lade.serving.snapshot import CurrentWork
-from lade.version import __version__
+from lade.version import __version__, versions
 
 logger = logging.getLogger(__name__)
 

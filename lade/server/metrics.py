@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-import transformers
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -17,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from lade.server.request_context import RequestContext
 from lade.serving.snapshot import EngineSnapshot
 from lade.stats import Step
-from lade.version import __version__
+from lade.version import __version__, versions
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -51,11 +48,6 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "host_seconds": ("Seconds of decoding outside of forward passes.", lambda now: now.decode_s - now.forward_s),
     "prefill_seconds": ("Seconds of prefill.", lambda now: now.prefill_s),
 }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that answers depend on, and Python's."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
 
 class Metrics:

@@ -19,7 +19,7 @@ from lade.server.completions import ChatFormatter, ChatPreprocessor, CompletionF
 from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
 from lade.server.messages import as_chat as turns_as_chat
-from lade.server.metrics import CONTENT_TYPE, versions
+from lade.server.metrics import CONTENT_TYPE
 from lade.server.middleware import BodyRoute, in_worker_if_large
 from lade.server.request_context import RequestContext
 from lade.server.responses import ResponsesFormatter, ResponsesRequest
@@ -40,7 +40,7 @@ from lade.server.serialization import Json, event
 from lade.server.service import Service, Serving
 from lade.server.settings import MAX_DETOKENIZED
 from lade.serving.handle import Handle
-from lade.version import __version__
+from lade.version import __version__, versions
 
 B = TypeVar("B", bound=BaseRequest)
 Described = dict[int | str, dict[str, Any]]  # responses by status, as FastAPI takes them
