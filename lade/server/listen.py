@@ -257,7 +257,7 @@ class Server(uvicorn.Server):
             self._dying = True  # its answers fail, also those that a shutdown waits for
             self._end_within(_ABORT_GRACE_S)
         if self.ends_at is not None:
-            return self._is_over(self.ends_at, is_idle)
+            return self._is_over(self.ends_at, is_idle and not service.in_flight)  # one may have come meanwhile
         return await super().on_tick(counter)
 
     def _is_over(self, ends_at: float, is_idle: bool) -> bool:

@@ -63,7 +63,7 @@ def break_server(folder, bodies, path="/v1/completions?x=1", save=None, **settin
 
 def test_a_dead_engine_leaves_the_last_requests(tmp_path):
     folder = tmp_path / "made" / "when needed"
-    body = {"prompt": "a text", "max_tokens": 3, "user": "someone"}
+    body = {"prompt": "a text", "max_tokens": 3, "ignore_eos": True, "user": "someone"}
     break_server(folder, [body] * (FINISHED + 3), keys=KEYS)
     path, (head, *requests) = dumped(folder)
     assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
