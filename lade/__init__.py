@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lade.drafter import Continuation, Drafter
     from lade.engines.drafter import EngineDraft, EngineDrafter
     from lade.grammar import Grammar
+    from lade.hf.detokenizer import Detokenizer
     from lade.hf.distributed import follow
     from lade.hf.enable import disable, enable
     from lade.hf.generate import decode, decoder, generate, stream
@@ -57,6 +58,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "Continuation",
+    "Detokenizer",
     "Drafter",
     "DrafterError",
     "Engine",
@@ -115,6 +117,7 @@ _HOMES = {
     "lade.engines.drafter": ("EngineDraft", "EngineDrafter"),
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
+    "lade.hf.detokenizer": ("Detokenizer",),
     "lade.hf.distributed": ("follow",),
     "lade.hf.generate": ("decode", "decoder", "generate", "stream"),
     "lade.grammar": ("Grammar",),

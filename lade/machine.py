@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from time import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -27,7 +27,8 @@ from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import integers
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing.folder import check_target
+from lade.backends.cpu.packing.folder import check_target, is_packed_folder
+from lade.backends.cpu.packing.gguf_file import gguf_file
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
@@ -38,7 +39,7 @@ from lade.backends.processes.team import dismiss, team_of
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.hf.distributed import follow_until_dismissed
-from lade.model.config import dtype_name
+from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports, unwrap
@@ -55,6 +56,20 @@ LACKS_KERNELS = f"so {WITHOUT}: {COMPILER_REMEDY}"
 _ROUNDS = 10_000  # the time limit comes first
 _INSTRUCTIONS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "plain")
 _PRODUCTS = {0: "oneDNN", DOT_PANEL: "AVX512-BF16", TILE_PANEL: "AMX"}
+
+
+def stored_as(path: Path) -> Literal["gguf", "packed"] | None:
+    """Return how a model is stored in a file or folder, if not as transformers does."""
+    if gguf_file(path) is not None:
+        return "gguf"
+    return "packed" if is_packed_folder(path) else None
+
+
+def context_of(model: Any) -> tuple[int | None, bool]:
+    """Return the context length in tokens, None if the config does not say; and whether positions end there."""
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    return (length if isinstance(length, int) and length > 0 else None), config.model_type in LEARNED_POSITIONS
 
 
 def setup_of(model: Any) -> dict[str, Any]:

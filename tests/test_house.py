@@ -13,7 +13,7 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 209,
-    "lines": 43_894,
+    "lines": 43_890,
     "files under 40 lines of code": 9,
     "lines of the largest file": 474,
     "imports, per cent of code": 10.3,  # of 2,900 lines fewer

@@ -172,9 +172,7 @@ class Demo:
         """Answer by one method; `draw` is called after each pass, and its time does not count."""
         import torch
 
-        from lade.hf.detokenizer import Detokenizer
-
-        decoder = Detokenizer(self._loaded.tokenizer, ids)
+        decoder = lade.Detokenizer(self._loaded.tokenizer, ids)
         start = perf_counter()
 
         def take(tokens: list[int]) -> None:

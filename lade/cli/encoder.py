@@ -13,7 +13,6 @@ from lade.cli.options.model import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line
 from lade.files import IMAGE_FORMATS
-from lade.model.prepared import holds_media
 
 _TOKEN_ARGUMENTS = ("input_ids", "attention_mask")
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
@@ -60,19 +59,13 @@ def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments
         made = processor.apply_chat_template(shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
     except Exception as problem:
         raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
+    made = made.to(loaded.model.device, loaded.model.dtype)  # floats alone change their dtype
     media = {name: value for name, value in made.items() if name not in _TOKEN_ARGUMENTS}
-    if not holds_media(media):
+    if all(getattr(value, "shape", None) == made["input_ids"].shape for value in media.values()):  # types of tokens
         raise InputError(f"the chat template of {loaded.name!r} ignores images")
     ids: list[int] = made["input_ids"][0].tolist()
-    loaded.check(ids)
-    return ImagePrompt(ids, {name: _on_device(value, loaded.model) for name, value in media.items()})
-
-
-def _on_device(value: Any, model: Any) -> Any:
-    """Move a tensor to the model's device, and floats to its dtype."""
-    if not hasattr(value, "to"):
-        return value
-    return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
+    loaded.check(ids, media=True)
+    return ImagePrompt(ids, media)
 
 
 class Encoder:

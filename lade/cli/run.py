@@ -14,12 +14,11 @@ import torch
 from rich.text import Text
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from lade import ConfigError, Stats, Step, generate, stream, supports
+from lade import ConfigError, Detokenizer, Stats, Step, generate, stream, supports
 from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig, resolve
-from lade.hf.detokenizer import Detokenizer
 
 
 class Interrupt(StoppingCriteria):

@@ -19,10 +19,16 @@ _TAIL_TOKENS, _LONG_TOKENS, _LONGEST_TOKENS = 8, 64, 256
 
 
 class Detokenizer:
-    """Decodes a short window of the latest ids, so that the cost of a step does not grow with the text.
+    """Turns token ids into text as they come, such as those of the steps that `lade.stream` yields.
 
-    Whether a token starts with a space depends on the ones before it, so the window is decoded as a whole and only the
-    new part is returned. A character whose bytes are spread over several tokens is held back until it is complete.
+    >>> text = lade.Detokenizer(tokenizer, inputs["input_ids"][0].tolist())
+    >>> for step in lade.stream(model, **inputs, max_new_tokens=200):
+    ...     print(text.push(step.tokens), end="")
+    >>> print(text.flush())
+
+    It decodes a short window of the latest ids, so the cost of a step does not grow with the text. Whether a token
+    starts with a space depends on the ones before it, so the window is decoded as a whole and only the new part is
+    returned. A character whose bytes are spread over several tokens is held back until it is complete.
 
     Args:
         tokenizer: the transformers tokenizer that decodes the ids.

@@ -13,13 +13,10 @@ import torch
 from transformers import GenerationConfig
 
 from lade import ConfigError, InputError, Memory, load_gguf, load_packed, machine
-from lade.backends.cpu.packing.folder import is_packed_folder
 from lade.cli.loading import from_pretrained as checkpoint
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.model.config import LEARNED_POSITIONS
-from lade.model.prepared import placeholder_ids
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -44,6 +41,8 @@ class LoadedModel:
     variant: Mapping[str, str]  # options that change its output, see `Loading.variant`
     processor: Callable[[], Any]  # loads the image processor, once; `InputError` without one
     undone: Mapping[str, str]  # why it is not "packed" or "invariant", where it is not
+    context: int | None  # length in tokens; None if the config does not say
+    context_is_hard: bool  # the model cannot run beyond it
 
     @property
     def dtype(self) -> str:
@@ -62,33 +61,20 @@ class LoadedModel:
         layout = found["weights"] or ("packed" if found["packed"] else "")
         return (f", {layout}" if layout else "") + (", invariant" if found["invariant"] else "")
 
-    @property
-    def context(self) -> int | None:
-        """Context length in tokens; None if the config does not say."""
-        config = self.model.config.get_text_config(decoder=True)
-        length = getattr(config, "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
-
-    @property
-    def context_is_hard(self) -> bool:
-        """True if the model cannot run beyond its context, since its positions are a table."""
-        return self.model.config.get_text_config(decoder=True).model_type in LEARNED_POSITIONS
-
     def room(self, ids: list[int], max_new_tokens: int, *, within: bool = False) -> int:
         """Return how many of `max_new_tokens` can be generated; `within`: without exceeding the context."""
         if self.context is None or not (within or self.context_is_hard):
             return max_new_tokens
         return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is never fed
 
-    def check(self, ids: list[int]) -> None:
-        """Raise `InputError` for ids that the model cannot continue."""
+    def check(self, ids: list[int], *, media: bool = False) -> None:
+        """Raise `InputError` for ids that the model cannot continue; those that stand for `media` may be any."""
         if not ids:
             raise InputError("the prompt has no tokens: give a longer one")
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        largest = max(set(ids) - placeholder_ids(self.model), default=0)  # placeholders stand for images
-        if largest >= vocabulary:
+        if not media and max(ids) >= vocabulary:
             raise InputError(
-                f"the tokenizer yields the id {largest}, but the model has a vocabulary of {vocabulary}: "
+                f"the tokenizer yields the id {max(ids)}, but the model has a vocabulary of {vocabulary}: "
                 f"{self.name!r} needs the tokenizer it was trained with"
             )
         if self.context and len(ids) >= self.context:
@@ -129,23 +115,23 @@ def load(
     source = checkpoint.find(loading)
     with checkpoint.downloading(term) if source.download and term.animated else nullcontext():
         term.show_status(f"loading {source.shown}")
-        is_packed = source.is_gguf or (source.local and is_packed_folder(source.name))
-        if source.is_gguf:
+        if source.stored == "gguf":
             model, tokenizer = _load_gguf(source, loading, processes)
         else:
             tokenizer, given = checkpoint.load_tokenizer(source, loading), (source, loading)
-            model = _load_packed(*given) if is_packed else checkpoint.load_model(*given, target, images, processes)
+            model = _load_packed(*given) if source.stored else checkpoint.load_model(*given, target, images, processes)
         processor = functools.cache(functools.partial(checkpoint.load_processor, source, loading))
         if loading.adapter is not None:
             checkpoint.put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
-    if is_packed:
+    if source.stored:
         loading = replace(loading, weights=None)
-    undone = _set_up(model, loading, term, pack=False if is_packed and pack is None else pack, invariant=invariant)
-    variant = {**loading.variant, **({"weights": str(machine.setup_of(model)["weights"])} if is_packed else {})}
+    undone = _set_up(model, loading, term, pack=False if source.stored and pack is None else pack, invariant=invariant)
+    variant = {**loading.variant, **({"weights": str(machine.setup_of(model)["weights"])} if source.stored else {})}
     defaults = _make_greedy(model, source.shown)
-    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
+    context = machine.context_of(model)
+    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone, *context)
 
 
 def _set_up(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -27,8 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as untyped_logging
 
-from lade import ConfigError, InputError
-from lade.backends.cpu.packing.gguf_file import gguf_file
+from lade import ConfigError, InputError, machine
 from lade.cli.options.model import EMBEDDED, Loading, folder_of
 from lade.cli.terminal import Terminal, one_line
 
@@ -71,10 +70,10 @@ class ModelSource:
     """Arguments of `from_pretrained` for a model."""
 
     shown: str  # name as the user gave it
-    name: str  # path of a folder or GGUF file, or hub id
+    name: str  # path, or hub id
     local: bool  # do not access the network
     download: bool = False  # the weights have yet to be downloaded
-    is_gguf: bool = False
+    stored: Literal["gguf", "packed"] | None = None  # see `machine.stored_as`
 
 
 def find(loading: Loading) -> ModelSource:
@@ -85,16 +84,13 @@ def find(loading: Loading) -> ModelSource:
 
         return ModelSource(EMBEDDED, str(model_path()), local=True)
     folder = folder_of(name)
-    if (file := gguf_file(folder)) is not None:
-        if loading.revision is not None:
-            raise ConfigError("revision", loading.revision, f"the file {str(file)!r} has no revisions")
-        return ModelSource(name, str(file), local=True, is_gguf=True)
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+    stored = machine.stored_as(folder)
+    if stored == "gguf" or folder.is_dir():
+        if stored != "gguf" and not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
         if loading.revision is not None:
-            raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions")
-        return ModelSource(name, str(folder), local=True)
+            raise ConfigError("revision", loading.revision, f"{name!r} is here, and has no revisions")
+        return ModelSource(name, str(folder), local=True, stored=stored)
     if folder.exists():
         raise InputError(f"model {name!r} is a file, and not a .gguf: give its folder")
     if not _HUB_ID.fullmatch(name):
