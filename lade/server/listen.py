@@ -36,11 +36,9 @@ HEADERS_S = 10.0
 """Time to send the headers of a request, from the connection or their first byte; uvicorn sets no limit."""
 MAX_HEADER_BYTES = 64 * 2**10
 CONNECTIONS = 2048
-"""Most connections; further ones are closed. Fewer where the process may open fewer files, see `most_connections`."""
+"""Most connections, or fewer by `most_connections`; for a further one an idle one is closed, or itself."""
 RESERVED_FILES = 192
-"""Descriptors that connections leave to others: a server with a model has some 60 open, and a trial of a grammar, a
-saved memory and a log take a few more for a moment.
-"""
+"""Descriptors left to others: a server with a model has some 60 open, a trial of a grammar and a saved memory more."""
 
 
 def most_connections() -> int:
@@ -78,8 +76,10 @@ class Connection(HttpToolsProtocol):
         """Start the timer for the first request."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
-            transport.abort()
-            return
+            others = (each for each in self.connections if isinstance(each, Connection) and each is not self)
+            next((each for each in others if each.is_idle), self).transport.abort()
+            if transport.is_closing():
+                return
         # otherwise a body waits for the client's delayed ACK of the headers, 40 ms; asyncio sets this only on sockets
         # that it has created itself
         accepted = transport.get_extra_info("socket")
@@ -124,6 +124,11 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(400, INVALID, f"{msg.rstrip('.')}: send HTTP/1.1", code="invalid_http"))
 
     @property
+    def is_idle(self) -> bool:
+        """True if the client neither sends a request nor waits for an answer."""
+        return not (self._begun or self._is_answering or self.transport.is_closing())
+
+    @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -150,9 +155,8 @@ class Connection(HttpToolsProtocol):
         """Send an error, unless an answer is being sent, and close."""
         if not self._is_answering:
             body = encoded(error.body)
-            phrase = HTTPStatus(error.status).phrase
             head = (
-                f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
                 "x-content-type-options: nosniff\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
@@ -164,21 +168,18 @@ EXIT_FAILED = 1
 KEEP_ALIVE_S = 75
 """Keep-alive timeout in seconds; longer than a proxy's usual minute, lest proxies reuse closed connections."""
 SWITCH_S = 1e-3
-"""Thread switch interval in seconds. At Python's default of 5 ms the decoding thread would wait that long for every
-answer being written.
-"""
+"""Thread switch interval in seconds; at Python's default of 5 ms each answer being written delays decoding by it."""
 _ABORT_GRACE_S = 2.0  # time for aborted answers to send their error event
 
 
 def run(service: Service, listening: socket.socket) -> int:
     """Serve until a signal or a failure of the engine; return the exit code, or raise why no model was loaded."""
     raise_file_limit()
-    server = Server(service)
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
         with _rereading(service):
-            server.run(sockets=[listening])
+            Server(service).run(sockets=[listening])
     except Exception as problem:
         service.dump("ended", f"{type(problem).__name__}: {problem}", traceback.format_exc())
         raise
@@ -263,9 +264,8 @@ class Server(uvicorn.Server):
     def _is_over(self, ends_at: float, is_idle: bool) -> bool:
         if not self._told:
             self._told = True
-            limit = max(0.0, ends_at - perf_counter())
-            told = f"{self._left} answers have {limit:.0f} s to end" if self._left else "nothing is left"
-            logger.info("shutting down: %s", told)
+            left = f"{self._left} answers have {max(0.0, ends_at - perf_counter()):.0f} s to end"
+            logger.info("shutting down: %s", left if self._left else "nothing is left")
         if is_idle and not (self._service.phase == "dead" and perf_counter() < ends_at):
             return True
         if perf_counter() < ends_at:

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from served import running, until
+from served import Passes, running, slow_served, until
 
 from lade.server import listen, middleware
 
@@ -137,19 +137,20 @@ def test_what_is_no_http_is_told_so_in_json(impatient):
         assert (status, error["code"]) == (400, "invalid_http")
 
 
-def test_too_many_connections_are_closed(monkeypatch):
-    monkeypatch.setattr(listen, "CONNECTIONS", 3)
+def test_of_too_many_connections_an_idle_one_is_closed(monkeypatch):
+    monkeypatch.setattr(listen, "CONNECTIONS", 2)
     monkeypatch.setattr(listen, "HEADERS_S", 60.0)
-    with running() as server:
-        others = [connected(server) for _ in range(3)]
-        until(lambda: len(server.server.server_state.connections) == 3)
-        with connected(server) as client:
-            assert nothing(client)
-        others.pop().close()
-        until(lambda: len(server.server.server_state.connections) == 2)
-        assert server.http.get("/version").status_code == 200
-        for other in others:
-            other.close()
+    passes, body = Passes(), {"prompt": "x", "max_tokens": 9, "ignore_eos": True, "stream": True}
+    with running(slow_served(wait=passes)) as server, connected(server) as idle:
+        until(lambda: len(server.server.server_state.connections) == 1)
+        with server.http.stream("POST", "/v1/completions", json=body) as response, connected(server) as client:
+            assert nothing(idle), "and not the one with an answer"
+            client.sendall(HEAD)
+            until(lambda: not any(each.is_idle for each in server.server.server_state.connections))
+            with connected(server) as another:
+                assert nothing(another), "none is idle"
+            passes.let_all()
+            assert response.read().endswith(b"data: [DONE]\n\n")
 
 
 def test_what_is_written_is_sent_at_once(server):
