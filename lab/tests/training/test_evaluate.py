@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from training.tokens import train_tokenizer
 TEXT = "def area(width, height):\n    return width * height\n" * 5
 
 
-def test_a_model_without_an_opinion_needs_log2_of_the_vocabulary_per_token() -> None:
+def test_a_model_without_an_opinion_needs_log2_of_the_vocabulary_per_token():
     shape = Shape(vocab_tokens=280, hidden=16, intermediate=32, layers=1, heads=2, kv_heads=1, context_tokens=16)
     tokenizer = train_tokenizer([TEXT], shape.vocab_tokens, shape.context_tokens)
     model = LlamaForCausalLM(shape.config())
@@ -27,7 +24,7 @@ def test_a_model_without_an_opinion_needs_log2_of_the_vocabulary_per_token() -> 
     assert bits == pytest.approx(tokens * math.log2(shape.vocab_tokens) / len(TEXT), rel=1e-5)
 
 
-def test_a_folder_without_a_model_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_one_line_and_exit_code_two(tmp_path):
     result = CliRunner().invoke(app, [str(tmp_path)])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: model folder")

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,13 +5,13 @@ from typer.testing import CliRunner
 
 from lade.errors import InputError
 from training.export import export
-from training.plan import Shape, TrainPlan
-from training.tokens import EOS_ID, EncodedCorpus
+from training.plan import Shape
+from training.tokens import EOS_ID
 from training.train import app, prepare, train
 from training.trainer import Trainer
 
 
-def test_the_corpus_is_made_once_and_kept(root: Path, tmp_path: Path) -> None:
+def test_the_corpus_is_made_once_and_kept(root, tmp_path):
     shape = Shape(vocab_tokens=300)
     tokenizer, corpus = prepare(tmp_path / "work", root, [], shape)
     again, kept = prepare(tmp_path / "work", root, [], shape)
@@ -26,9 +22,7 @@ def test_the_corpus_is_made_once_and_kept(root: Path, tmp_path: Path) -> None:
         prepare(tmp_path / "work", root / "pkg", [], shape)
 
 
-def test_a_run_from_source_files_to_a_folder_that_transformers_loads(
-    root: Path, tmp_path: Path, plan: TrainPlan
-) -> None:
+def test_a_run_from_source_files_to_a_folder_that_transformers_loads(root, tmp_path, plan):
     shape = Shape(vocab_tokens=300, hidden=16, intermediate=32, layers=1, heads=2, kv_heads=1, context_tokens=32)
     tokenizer, corpus = prepare(tmp_path / "work", root, [], shape)
     trainer = Trainer(corpus, plan, shape)
@@ -41,9 +35,7 @@ def test_a_run_from_source_files_to_a_folder_that_transformers_loads(
     assert model.generate(**inputs, max_new_tokens=2, eos_token_id=None).shape[1] == inputs["input_ids"].shape[1] + 2
 
 
-def test_a_finished_run_is_not_trained_further(
-    corpus: EncodedCorpus, tmp_path: Path, plan: TrainPlan, shape: Shape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_trained_further(corpus, tmp_path, plan, shape, monkeypatch):
     checkpoint = tmp_path / "checkpoint.pt"
     train(Trainer(corpus, plan, shape), checkpoint, 60.0, Console(quiet=True))
     again = Trainer(corpus, plan, shape)
@@ -52,7 +44,7 @@ def test_a_finished_run_is_not_trained_further(
     assert again.progress.tokens == plan.total_tokens
 
 
-def test_bad_input_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_exit_code_two(tmp_path):
     arguments = ["--work", str(tmp_path / "w"), "--out", str(tmp_path / "o"), "--root", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
