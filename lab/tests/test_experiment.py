@@ -121,13 +121,10 @@ def test_a_kept_memory_is_emptied_for_each_workload_seed_and_repeat(results):
     assert steps == [sample.steps for sample in results.of("adaptive-warm 12")] * 4
 
 
-def test_step_curves(results):
+def test_the_record_says_what_ran_and_what_passes_cost(results, tmp_path):
     (curve,) = results.step_curves
     assert (curve.packed, curve.cached, curve.sizes) == (False, 5 + NEW // 2, [1, 2, 4, 8, 16, 32])
     assert all(seconds > 0 for size in curve.seconds for seconds in size) and len(curve.seconds) == 6
-
-
-def test_the_record_says_what_ran(results, tmp_path):
     assert results.environment.threads == torch.get_num_threads()
     assert {"python", "torch", "transformers", "lookahead-decoding"} <= results.environment.versions.keys()
     assert results.environment.device and results.environment.platform
@@ -146,12 +143,9 @@ def test_packed_weights_are_for_this_librarys_methods():
     with Meter(packed) as ours, Meter(model.plain) as theirs:
         results = finished(experiment)
     assert [method.packed for method in results.methods] == [False, False, True, True, True]
-    steps = {
-        kind: sum(s.steps + 1 for m in results.methods if m.packed == kind for s in results.of(m.name))
-        for kind in (True, False)
-    }
-    assert len(ours.passes) == steps[True]
-    assert len(theirs.passes) == steps[False] + len(results.mismatches)
+    named = {method.name: method.packed for method in results.methods}
+    steps = [sum(s.steps + 1 for s in results.samples if named[s.method] == packed) for packed in (True, False)]
+    assert [len(ours.passes), len(theirs.passes) - len(results.mismatches)] == steps
     assert [curve.packed for curve in results.step_curves] == [False, True]
     assert all(mismatch.near_tie for mismatch in results.mismatches)
 
@@ -205,11 +199,8 @@ def with_a_wrong_arm(monkeypatch):
 def test_a_wrong_answer_is_found_in_each_prompt_and_turn(with_a_wrong_arm):
     experiment = prepared(["hf,plain"], workloads=[workload(["HELLO", "AND"], ["WORLD"])])
     results = finished(experiment)
-    assert [(m.prompt, m.turn, m.method, m.place) for m in results.mismatches] == [
-        ("p0", 0, "wrong", 5),
-        ("p0", 1, "wrong", 5),
-        ("p1", 0, "wrong", 5),
-    ]
+    found = [(m.prompt, m.turn, m.method, m.place) for m in results.mismatches]
+    assert found == [(prompt, turn, "wrong", 5) for prompt, turn in (("p0", 0), ("p0", 1), ("p1", 0))]
     assert all(m.reference == "hf" and not m.near_tie and m.ulps > 64 for m in results.mismatches)
 
 
@@ -245,26 +236,17 @@ def test_of_an_assisted_method_the_target_models_passes_count():
     assert sample.step_tokens == sample.accepted == [4, 4, 4]
 
 
-def test_the_second_turn_is_asked_behind_the_references_answer():
-    toy, letters = models(), Letters()
-    results = finished(prepared(["plain,hf,adaptive=8"], workloads=[workload(["HELLO", "WORLD"])], toy=toy))
-    answer = plain_answer(toy.plain, "HELLO")
-    second = letters("HELLO" + letters.decode(answer) + "\n\nWORLD")["input_ids"]
-    assert [sample.turn for sample in results.samples] == [0] * 3 + [1] * 3
-    assert {sample.prompt_sha256 for sample in results.samples[3:]} == {digest(second)}
-
-
 @pytest.mark.parametrize(("tokenizer", "chat"), [(Chatty, True), (Chatty, False), (Letters, True)])
-def test_the_chat_template_is_for_chats(tokenizer, chat):
+def test_the_second_turn_is_asked_behind_the_references_answer_and_the_chat_template_is_for_chats(tokenizer, chat):
     letters, toy = Letters(), models()
-    results = finished(
-        prepared(["hf"], workloads=[workload(["HELLO", "WORLD"], chat=chat)], toy=toy, tokenizer=tokenizer())
-    )
+    asked = [workload(["HELLO", "WORLD"], chat=chat)]
+    results = finished(prepared(["plain,hf,adaptive=8"], workloads=asked, toy=toy, tokenizer=tokenizer()))
     templated = tokenizer is Chatty and chat
-    asked = "UHELLOA" if templated else "HELLO"
-    reply = letters.decode(plain_answer(toy.plain, asked))
+    first = "UHELLOA" if templated else "HELLO"
+    reply = letters.decode(plain_answer(toy.plain, first))
     second = letters(f"UHELLOA{reply}UWORLDA" if templated else f"HELLO{reply}\n\nWORLD")["input_ids"]
-    assert [sample.prompt_sha256 for sample in results.samples] == [digest(letters(asked)["input_ids"]), digest(second)]
+    prompts = [(turn, digest(ids)) for turn, ids in enumerate([letters(first)["input_ids"], second])]
+    assert [(s.turn, s.prompt_sha256) for s in results.samples] == [prompts[0]] * 3 + [prompts[1]] * 3
 
 
 def test_ignoring_the_end_of_the_text():
@@ -374,9 +356,8 @@ def test_results_that_are_not_of_these_prompts(tmp_path):
 
 def test_run_from_python(tmp_path):
     model = toy_model(vocabulary=48)
-    found = lade.bench.run(
-        model, Letters(), [workload(*TEXTS)], ["hf,adaptive=12"], GREEDY, folder=tmp_path, name="toy"
-    )
+    where = {"folder": tmp_path, "name": "toy"}
+    found = lade.bench.run(model, Letters(), [workload(*TEXTS)], ["hf,adaptive=12"], GREEDY, **where)
     assert found.complete and found.mismatches == [] and len(found.samples) == 6
     assert Results.load(tmp_path / "results.json") == found
     assert (found.model.name, found.model.kind, found.model.draft) == ("toy", "llama", None)

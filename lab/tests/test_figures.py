@@ -29,7 +29,7 @@ def drawn(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_each_picture_is_there_in_both_formats(drawn):
+def test_each_picture_is_there_in_both_formats_and_drawn_twice_it_is_the_same(drawn, tmp_path):
     expected = {f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")}
     assert {path.name for path in drawn} == expected == {path.name for path in drawn[0].parent.iterdir()}
     for path in drawn:
@@ -37,10 +37,6 @@ def test_each_picture_is_there_in_both_formats(drawn):
             assert path.read_bytes().startswith(b"\x89PNG")
         else:
             assert ET.fromstring(path.read_text()).tag.endswith("svg")
-
-
-@pytest.mark.slow
-def test_drawn_twice_they_are_the_same(drawn, tmp_path):
     for first, second in zip(drawn, save_figures(RESULTS, tmp_path), strict=True):
         assert first.read_bytes() == second.read_bytes(), first.name
 
@@ -54,11 +50,8 @@ def test_one_file_has_the_colours_of_light_and_of_dark_pages_and_its_text_as_tex
         assert f'[style*="fill: {light}"]{{fill:{dark}!important}}' in style
         assert f"fill: {light}" in body and dark not in body
     assert ">mt-bench</text>" in body and set(re.findall("#[0-9a-f]{6}", body)) <= set(LIGHT.colours())
-
-
-def test_a_colour_of_the_light_theme_names_one_of_the_dark(drawn):
     pairs = set(zip(LIGHT.colours(), DARK.colours(), strict=True))
-    assert len(pairs) == len(set(LIGHT.colours()))
+    assert len(pairs) == len(set(LIGHT.colours())), "a colour of the light theme names one of the dark"
 
 
 def test_a_loss_is_a_bar_of_another_colour_to_the_left():
@@ -79,12 +72,8 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
 def test_a_method_without_samples_is_drawn_as_not_measured(tmp_path):
     some = replace(BARE, samples=[each for each in BARE.samples if each.method in ("hf", "plain")])
     assert len(save_figures(some, tmp_path)) == 4
-    assert "not measured" in drawn_texts(some)
-
-
-def drawn_texts(results):
-    figure = figures._speedup(results)
-    return [text.get_text() for axes in figure.axes for text in axes.texts]
+    texts = [text.get_text() for axes in figures._speedup(some).axes for text in axes.texts]
+    assert "not measured" in texts
 
 
 def test_names_are_text_and_no_formulas(tmp_path):

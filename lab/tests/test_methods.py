@@ -50,6 +50,12 @@ def test_a_method_by_its_text(text, name, config):
         ("mtp=9", "methods='mtp=9' is not valid: K=9: give a whole number >= 1 and <= 5"),
         ("adaptive=0", "methods='adaptive=0' is not valid: B=0: give a whole number >= 1"),
         ("token-recycling=0", "methods='token-recycling=0' is not valid: B=0: give a whole number >= 1 and <= 128$"),
+        ("drafter", "MODULE:CLASS"),
+        ("drafter=nowhere", "MODULE:CLASS"),
+        ("drafter=no_such_module:Mine", "ModuleNotFoundError"),
+        ("drafter=json:loads=8", "TypeError"),
+        ("drafter=json:JSONDecoder=8", "lade.Drafter"),
+        ("drafter=json:JSONDecoder=x", "=B"),
     ],
 )
 def test_what_is_no_method(text, remedy):
@@ -122,19 +128,3 @@ def test_a_drafter_of_ones_own(tmp_path, monkeypatch):
     found = parse_all(["hf", "drafter=my_bench_drafts:Mine=8", "drafter=my_bench_drafts:Mine"])
     assert [method.name for method in found] == ["hf", "Mine 8", "Mine"]
     assert found[1].config == {"drafter": "my_bench_drafts:Mine", "budget": 8}
-
-
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("drafter", "MODULE:CLASS"),
-        ("drafter=nowhere", "MODULE:CLASS"),
-        ("drafter=no_such_module:Mine", "ModuleNotFoundError"),
-        ("drafter=json:loads=8", "TypeError"),
-        ("drafter=json:JSONDecoder=8", "lade.Drafter"),
-        ("drafter=json:JSONDecoder=x", "=B"),
-    ],
-)
-def test_what_is_no_drafter(text, remedy):
-    with pytest.raises(ConfigError, match=remedy):
-        parse(text)

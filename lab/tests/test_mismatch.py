@@ -41,23 +41,16 @@ def test_the_first_difference(expected, found, place):
 def test_a_unit_in_the_last_place(size, dtype, unit):
     assert unit_of(size, dtype) == unit
     assert torch.tensor(size, dtype=dtype).double() + unit == (torch.tensor(size, dtype=dtype) + unit).double()
-
-
-def test_no_score_at_all_has_a_unit_too():
-    assert unit_of(0.0, torch.float32) > 0
-
-
-def test_equal_answers_are_no_mismatch():
-    toy = models()
-    text = answer(GREEDY, toy)
-    assert Judge(toy.plain, GREEDY, "hf").compare(PLACE, "adaptive", PROMPT, text, list(text)) is None
+    assert unit_of(0.0, dtype) > 0, "no score at all has one too"
 
 
 def test_a_wrong_token_is_found_with_both_scores_and_is_no_near_tie():
     toy = models()
     text = answer(GREEDY, toy)
     wrong = [*text[:6], (text[6] + 1) % 48, *text[7:]]
-    found = Judge(toy.plain, GREEDY, "hf").compare(PLACE, "adaptive", PROMPT, text, wrong)
+    judge = Judge(toy.plain, GREEDY, "hf")
+    assert judge.compare(PLACE, "adaptive", PROMPT, text, list(text)) is None, "equal answers are no mismatch"
+    found = judge.compare(PLACE, "adaptive", PROMPT, text, wrong)
     logits = toy.plain(torch.tensor([PROMPT + text[:6]])).logits[0, -1].detach()
     assert found is not None
     assert (found.workload, found.prompt, found.turn, found.seed, found.repeat) == ("w", "p", 1, 7, 2)

@@ -44,7 +44,7 @@ def small(**changes):
     return replace(found, **{**values, **changes})
 
 
-def test_speed_is_paired_by_answer_and_also_summed():
+def test_speed_is_paired_by_answer_and_also_summed_and_steps_are_counted_over_all_answers():
     row = summarise(small()).overall.row("fast")
     assert row.speedup.each.median == pytest.approx((17 / 7 + 17 / 5) / 2)
     assert row.speedup.each.count == 2
@@ -52,16 +52,15 @@ def test_speed_is_paired_by_answer_and_also_summed():
     assert row.decode_speedup.total == pytest.approx(16 / 10)  # over plain
     assert row.decode_rate.median == pytest.approx((8 / 6 + 8 / 4) / 2)
     assert row.call_rate.median == pytest.approx((9 / 7 + 9 / 5) / 2)
-
-
-def test_steps_are_counted_over_all_answers():
-    row = summarise(small()).overall.row("fast")
     assert row.tokens_per_step == pytest.approx(16 / 6)
     assert row.fed_per_step == pytest.approx(32 / 6)
     assert row.step_s == pytest.approx(10 / 6)
     assert row.step_cost == pytest.approx(10 / 6)  # plain takes 1 s a step
     assert row.library_share == pytest.approx(1.5 / 10)
     assert (row.samples, row.new_tokens, row.steps) == (2, 18, 6)
+    identity, cost = row.identity, (4 * 0.6 + 2 * 1.0) / 6 / 0.5
+    assert (identity.expected, identity.gap) == (pytest.approx(1.6), pytest.approx(0.0))
+    assert identity.from_curve == pytest.approx(16 / 6 / cost)
 
 
 def test_step_cost_is_relative_to_the_base():
@@ -70,17 +69,11 @@ def test_step_cost_is_relative_to_the_base():
     assert [block.row(name).step_cost for name in ("hf", "plain", "fast")] == pytest.approx([4.0, 1.0, 10 / 3])
 
 
-def test_where_the_forward_was_not_timed_the_library_has_no_share():
+def test_where_the_forward_was_not_timed_the_library_has_no_share_and_beyond_the_curve_nothing_is_promised():
     untimed = [replace(each, forward_s=0.0) for each in small().samples]
-    assert summarise(small(samples=untimed)).overall.row("fast").library_share is None
-
-
-def test_the_identity_closes_and_the_curve_has_its_own_say():
-    identity = summarise(small()).overall.row("fast").identity
-    assert identity.expected == pytest.approx(1.6)
-    assert identity.gap == pytest.approx(0.0)
-    cost = (4 * 0.6 + 2 * 1.0) / 6 / 0.5
-    assert identity.from_curve == pytest.approx(16 / 6 / cost)
+    short = [StepCurve(True, 16, [1, 4], [[0.5], [0.6]])]
+    row = summarise(small(samples=untimed, step_curves=short)).overall.row("fast")
+    assert row.library_share is row.identity.from_curve is None
 
 
 def test_the_identity_shows_steps_that_were_not_counted():
@@ -115,9 +108,8 @@ def test_a_text_that_ended_sooner_is_not_faster_for_that():
 
 
 def test_workloads_have_blocks_of_their_own_and_one_over_all():
-    more = [
-        replace(each, workload="text", seconds=2 * each.seconds) for each in small().samples if each.method != "fast"
-    ]
+    others = [each for each in small().samples if each.method != "fast"]
+    more = [replace(each, workload="text", seconds=2 * each.seconds) for each in others]
     more.append(sample("fast", "a", 68.0, 6.0, 4, [4] * 4, [2] * 4, workload="text"))
     named = [Workload("code", "jsonl", 2), Workload("text", "jsonl", 2)]
     fault = Mismatch("text", "a", 0, "fast", 0, 0, "hf", 3, 5, 6, 1.0, 1.0, 9.0, near_tie=False)
@@ -200,19 +192,10 @@ def test_a_curve_is_straight_between_sizes_and_never_made_up():
     assert Curve.of(StepCurve(False, 16, [2, 4], [[1.0], [1.0]])) is None
 
 
-def test_a_step_beyond_the_curve_promises_nothing():
-    short = [StepCurve(True, 16, [1, 4], [[0.5], [0.6]])]
-    assert summarise(small(step_curves=short)).overall.row("fast").identity.from_curve is None
-
-
 def test_the_curve_of_the_run_is_the_one_with_the_most_similar_cache():
     found = made_results(prompts=1)
-    assert [(curve.packed, curve.cached) for curve in curves_of(found)] == [
-        (False, 64),
-        (False, 512),
-        (True, 64),
-        (True, 512),
-    ]
+    kinds = [(packed, cached) for packed in (False, True) for cached in (64, 512)]
+    assert [(curve.packed, curve.cached) for curve in curves_of(found)] == kinds
     assert curve_of(found, packed=True).cached == 64
     longer = [replace(each, prompt_tokens=600) for each in found.samples]
     assert curve_of(replace(found, samples=longer), packed=True).cached == 512
@@ -246,10 +229,8 @@ def test_acceptance_is_the_share_of_steps_by_place_and_source():
 def test_acceptance_adds_up_to_tokens_per_step():
     found = made_results(prompts=3)
     for method in METHODS[2:]:
-        row = summarise(found).overall.row(method.name)
-        assert sum(sum(place.values()) for place in acceptance(found, method.name)) == pytest.approx(
-            row.tokens_per_step
-        )
+        shares = [share for place in acceptance(found, method.name) for share in place.values()]
+        assert sum(shares) == pytest.approx(summarise(found).overall.row(method.name).tokens_per_step)
 
 
 def test_the_verdict_says_what_to_use_and_whether_texts_are_equal():

@@ -18,42 +18,23 @@ from training.evaluate import load as load_model
 TALK = {"question_id": 81, "category": "writing", "turns": ["Write a note.", "Shorten it."], "reference": ["A note."]}
 RAG = {"question_id": 481, "category": "rag", "turns": ["Read this, and say when."]}
 HUMANEVAL = {
-    "task_id": "HumanEval/0",
-    "prompt": "def one():\n",
-    "entry_point": "one",
-    "canonical_solution": "    return 1\n",
+    "task_id": "HumanEval/0", "prompt": "def one():\n", "entry_point": "one", "canonical_solution": "    return 1\n",
     "test": "assert one() == 1",
-}
+}  # fmt: skip
 MBPP = {
-    "text": "Write a function that doubles.",
-    "code": "def double(x):\r\n    return 2 * x",
-    "task_id": 11,
-    "test_setup_code": "",
-    "test_list": ["assert double(1) == 2", "assert double(2) == 4"],
-    "challenge_test_list": [],
-}
+    "task_id": 11, "text": "Write a function that doubles.", "code": "def double(x):\r\n    return 2 * x",
+    "test_setup_code": "", "test_list": ["assert double(1) == 2", "assert double(2) == 4"], "challenge_test_list": [],
+}  # fmt: skip
 SANITIZED = {
-    "source_file": "x.ipynb",
-    "task_id": 12,
-    "prompt": "Write a function that halves.",
-    "code": "def half(x):\n    return x / 2",
-    "test_imports": [],
-    "test_list": ["assert half(2) == 1"],
-}
+    "task_id": 12, "source_file": "x.ipynb", "prompt": "Write a function that halves.",
+    "code": "def half(x):\n    return x / 2", "test_imports": [], "test_list": ["assert half(2) == 1"],
+}  # fmt: skip
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
 CLASSEVAL = {
-    "task_id": "ClassEval_0",
-    "skeleton": 'class Door:\n    def open(self):\n        """Open it."""\n',
-    "test": "",
-    "solution_code": "",
-    "import_statement": [],
-    "class_description": "A door.",
-    "methods_info": [],
-    "class_name": "Door",
-    "test_classes": [],
-    "class_constructor": "class Door:",
-    "fields": [],
-}
+    "task_id": "ClassEval_0", "skeleton": 'class Door:\n    def open(self):\n        """Open it."""\n', "test": "",
+    "solution_code": "", "import_statement": [], "class_description": "A door.", "methods_info": [],
+    "class_name": "Door", "test_classes": [], "class_constructor": "class Door:", "fields": [],
+}  # fmt: skip
 OWN = {"id": "a", "prompt": "Once upon"}
 ASKED = "You are an expert Python programmer, and here is your task:"
 
@@ -137,6 +118,7 @@ def test_talk_beside_other_tasks_is_spec_bench_and_each_task_can_be_chosen(tmp_p
     assert [item.id for item in load(f"{path}#mt_bench").items] == ["81", "82"]
     assert [item.id for item in load(f"{path}#math").items] == ["82"]
     refused(f"{path}#sums", "'sums'", "give one of math, mt_bench, rag, writing")
+    refused(f"{written(tmp_path / 'g.jsonl', GSM8K)}#math", "'math'", "leave #... away")
 
 
 def test_a_given_format_overrides_the_recognised_one(tmp_path):
@@ -181,14 +163,10 @@ def test_a_gzipped_file_reads_like_the_file_and_is_named_by_its_own_bytes(tmp_pa
     assert load(packed).record.sha256 == hashlib.sha256(packed.read_bytes()).hexdigest()
 
 
-def test_blank_lines_line_ends_and_a_byte_order_mark_do_not_matter(tmp_path):
+def test_blank_lines_and_a_byte_order_mark_do_not_matter_and_only_line_feeds_end_a_line(tmp_path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b\\r"}\r\n')
     assert [(item.id, item.turns) for item in load(path).items] == [("1", ["a"]), ("3", ["b\r"])]
-
-
-def test_only_line_feeds_end_a_line(tmp_path):
-    path = tmp_path / "separators.jsonl"
     path.write_text('{"prompt": "one\u2028paragraph\x85 or two"}\n', encoding="utf-8")
     assert load(path).items[0].turns == ["one\u2028paragraph\x85 or two"]
 
@@ -293,15 +271,12 @@ def test_arguments_out_of_range_are_refused_before_the_file_is_read():
     refused("builtin", "is for files", format="jsonl")
 
 
-def test_a_category_of_a_file_without_categories_is_refused(tmp_path):
-    refused(f"{written(tmp_path / 'g.jsonl', GSM8K)}#math", "'math'", "leave #... away")
-
-
 # What is built in
 
 
 def test_the_built_in_prompts_are_two_beginnings_from_each_held_out_module():
-    workload = load("builtin")
+    """Each ends in the middle of a function: with a line for its body it is one, without it is none."""
+    workload, (_, tokenizer) = load("builtin"), load_model(model_path())
     assert workload.record == results.Workload("builtin", "builtin", 16, None)
     assert [item.category for item in workload.items] == [module for module in HELD_OUT for _ in range(2)]
     for item in workload.items:
@@ -309,20 +284,10 @@ def test_the_built_in_prompts_are_two_beginnings_from_each_held_out_module():
         assert item.id.startswith(f"{item.category}.") and not item.chat
         assert f"def {item.id.rpartition('.')[2]}(" in prompt
         assert prompt == prompt.rstrip() and prompt.startswith(("def ", "class "))
-
-
-def test_the_built_in_prompts_leave_room_in_the_embedded_model_and_go_on():
-    """Each ends in the middle of a function: with a line for its body it is one, without it is none."""
-    _, tokenizer = load_model(model_path())
-    for item in load("builtin").items:
-        (prompt,) = item.turns
-        assert len(tokenizer(prompt)["input_ids"]) <= 351
+        assert len(tokenizer(prompt)["input_ids"]) <= 351, "it leaves room in the embedded model"
         indent = " " * (len(prompt.split("\n")[-1]) - len(prompt.split("\n")[-1].lstrip()))
-        body = f"\n{indent}    pass" if prompt.endswith(":") else f"\n{indent}pass"
+        body = f"\n{indent}{'    ' * prompt.endswith(':')}pass"
         compile(prompt + body, item.id, "exec")
-
-
-def test_a_module_of_the_built_in_prompts_can_be_chosen():
     workload = load("builtin#heapq", limit=1)
     assert workload.record == results.Workload("builtin#heapq", "builtin", 1, None)
     refused("builtin#queue", "'queue'", "heapq")

@@ -241,15 +241,6 @@ def test_bad_input_is_one_line(bench, out, arguments, words):
     assert not out.exists()
 
 
-def test_a_folder_that_is_a_file(bench, out):
-    out.write_text("")
-    fails(bench(), out, "is a file")
-
-
-def test_two_workloads_of_one_name(bench, prompts, out):
-    fails(bench("-w", prompts), "two workloads are named 'texts'")
-
-
 def test_an_unsupported_model_is_refused_before_anything_is_run(lade, unsupported, prompts, out):
     arguments = ["bench", "-m", unsupported, "-w", prompts, "--out", out, "-n", NEW]
     fails(lade(*arguments, "--methods", "hf,plain,adaptive"), "GPTNeoForCausalLM", "leave out plain, adaptive")
