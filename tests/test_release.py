@@ -33,12 +33,9 @@ def unavailable(text: str) -> list[str]:
     return [line for line in lines if not re.search(r"\"lookahead-decoding\[\{extra\}\]|in a checkout", line)]
 
 
-def test_every_install_line_works_from_a_checkout():
+def test_every_install_line_works_from_a_checkout_and_another_would_be_noticed():
     wrong = {str(path.relative_to(ROOT)): unavailable(path.read_text(encoding="utf-8")) for path in SHOWN}
     assert {path: lines for path, lines in wrong.items() if lines} == {}
-
-
-def test_an_install_line_that_needs_an_index_would_be_noticed():
     assert unavailable('RUN pip install lookahead-decoding\n$ pip install "lookahead-decoding[serve]"\n') != []
     assert unavailable("$ pip install '.[serve]'\n") == []
 
@@ -72,22 +69,18 @@ def test_the_readme_of_an_index_has_no_relative_links():
     assert len(relative(readme)) > 10 and relative(moved) == []
     assert "(https://example.org/a/b/raw/v1/docs/images/output.svg)" in moved
     assert "(https://example.org/a/b/blob/v1/docs/howto/slower.md)" in moved
-    assert re.findall(r"\]\((http[^)]+)\)", readme) == [
-        link for link in re.findall(r"\]\((http[^)]+)\)", moved) if "example.org" not in link
-    ]
+    before, after = (re.findall(r"\]\((http[^)]+)\)", text) for text in (readme, moved))
+    assert before == [link for link in after if "example.org" not in link]
 
 
 # Publishing
 
 
-def test_the_version_is_in_one_place():
+def test_the_version_is_in_one_place_where_the_check_of_a_tag_finds_it():
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
     places = [ROOT / "README.md", ROOT / "CITATION.cff", ROOT / "Makefile", ROOT / "pyproject.toml"]
     assert [path.name for path in places if lade.__version__ in path.read_text(encoding="utf-8")] == []
     assert f"## [{lade.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_the_check_of_a_tag_would_find_the_version():
     publish = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
     assert r'grep -qxF "__version__ = \"${GITHUB_REF_NAME#v}\"" lade/version.py' in publish
     assert f'__version__ = "{lade.__version__}"' in (ROOT / "lade" / "version.py").read_text().splitlines()
@@ -102,15 +95,12 @@ def test_actions_are_pinned_to_commits(path):
 # The container and the service
 
 
-def test_the_page_shows_the_files_of_the_container():
+def test_the_page_shows_the_files_of_the_container_which_serves_as_a_user_of_its_own_and_is_probed():
+    from lade.server.settings import PROBES
+
     page = (ROOT / "docs" / "howto" / "containers.md").read_text(encoding="utf-8")
     assert f"```dockerfile\n{(CONTAINER / 'Dockerfile').read_text()}```" in page
     assert f"```ini\n{(CONTAINER / 'lade.service').read_text()}```" in page
-
-
-def test_the_container_serves_as_a_user_of_its_own_and_is_probed():
-    from lade.server.settings import PROBES
-
     lines = (CONTAINER / "Dockerfile").read_text()
     assert "ARG TORCH=torch\n" in lines and "[serve]" in lines and "\nUSER lade\n" in lines
     (probe,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", lines)

@@ -50,12 +50,9 @@ def test_drafts_are_what_was_fed_beside_the_root_and_accepted_where_they_were_em
     stats.add(step(1, ["bonus"]))
     assert (stats.draft_tokens, stats.accepted_draft_tokens) == (8, 4)
     assert stats.acceptance_rate == 0.5
-
-
-def test_beams_have_no_drafts_of_their_own():
-    stats = Stats()
-    stats.add(step(12, ["beam", "beam"]))
-    assert (stats.draft_tokens, stats.acceptance_rate, stats.tokens_per_step) == (0, 0.0, 2.0)
+    beams = Stats()
+    beams.add(step(12, ["beam", "beam"]))
+    assert (beams.draft_tokens, beams.acceptance_rate, beams.tokens_per_step) == (0, 0.0, 2.0), "none of their own"
 
 
 def test_merged_figures_are_those_of_one_run_after_the_other():

@@ -1,8 +1,6 @@
 """Drafts for other engines, without one: logits of a model are replayed."""
 
 import runpy
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -223,8 +221,3 @@ def test_the_example_engine_yields_the_same_tokens_in_fewer_passes(capsys, monke
     said = capsys.readouterr().out
     assert said.startswith("the same tokens, 60 passes without drafts and ")
     assert int(said.split()[-3]) < 60
-
-
-def test_the_drafter_is_loaded_when_it_is_asked_for():
-    code = "import sys, lade; assert not [n for n in sys.modules if n.startswith('lade.engines')]"
-    subprocess.run([sys.executable, "-c", code], check=True)
