@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from lade import Stats
-from lade.decoding.drafting.controller import LARGEST, Controller, ControllerState, PassCost
+from lade.decoding.drafting.controller import LARGEST, LARGEST_SHARED, Controller, ControllerState, PassCost
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy
@@ -53,3 +56,8 @@ def writer_of(text: Sequence[int], vocabulary: int) -> Callable[[Sequence[int]],
         return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % vocabulary
 
     return follow
+
+
+def lower_hull(cost: StepCost) -> list[float]:
+    """Seconds on the lower convex hull by size, 0 to `LARGEST_SHARED`; entry 0 repeats entry 1."""
+    return np.interp(range(LARGEST_SHARED + 1), cost.corners, [cost.table[size] for size in cost.corners]).tolist()

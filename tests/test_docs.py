@@ -162,6 +162,16 @@ def test_the_runs_shown_step_by_step_are_those_of_the_script(method, capsys, mon
     assert capsys.readouterr().out.rstrip() == shown[1], "the method has changed: run make traces"
 
 
+# The README
+
+
+def test_the_readme_can_be_read_in_a_few_minutes_and_counts_models_as_the_list_does():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) <= 700
+    text, images = re.findall(r"^\*\*Served, (\d+) of (\d+)\*\*", MODELS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"{text[0]} of {text[1]} text classes and {images[0]} of {images[1]} image classes" in readme
+
+
 # Figures
 
 

@@ -85,17 +85,16 @@ def logits_of(tree: TokenTree, text: list[int], follow: Follow, vocabulary: int 
 
 
 def step(
-    drafter: AdaptiveDrafter, text: list[int], follow: Follow, max_depth: int | None = None
+    drafter: AdaptiveDrafter,
+    text: list[int],
+    follow: Follow,
+    max_depth: int | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> tuple[Draft, Verdict]:
     """One step as the loop makes it; `text` grows."""
     draft = drafter.draft(text, max_depth)
-    readout = read(logits_of(draft.tree, text, follow), wants_entries=draft.wants_entries)
-
-    def emit(token: int) -> bool:
-        text.append(token)
-        return False
-
-    verdict = walk(draft.tree, readout.argmax_ids.__getitem__, emit)
+    readout = read(logits_of(draft.tree, text, follow, vocabulary), wants_entries=draft.wants_entries)
+    verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)
     drafter.learn(text, draft, readout, verdict)
     return draft, verdict
 
@@ -136,10 +135,7 @@ def test_a_window_finds_what_no_memory_knows():
     text, accepted = [0], 0
     drafter = drafter_of(Memory(), SetBudget(1, 1, 80), text)
     for _ in range(30):
-        draft = drafter.draft(text, None)
-        readout = read(logits_of(draft.tree, text, lambda text: table[text[-1]], 40))
-        verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)
-        drafter.learn(text, draft, readout, verdict)
+        _, verdict = step(drafter, text, lambda text: table[text[-1]], vocabulary=40)
         accepted += verdict.sources.count("window")
     assert accepted > 10
 
@@ -249,7 +245,9 @@ def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_followed_in_the_prompt_is_kept_if_it_may_be_read(reads):
     memory, prompt = Memory(), [3, 1, 4, 1, 5]
-    AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads)).begin([*prompt, 9], len(prompt))
+    drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads))
+    assert drafter.wants_prompt_entries is reads
+    drafter.begin([*prompt, 9], len(prompt))
     for end, token in enumerate([1, 4, 1, 5, 9], start=1):
         assert known(memory, prompt[:end]) == ([], [{token: 255}] * len(TEXT_ORDERS) if reads else [])
     assert known(memory, [*prompt, 9]) == ([], [])
@@ -260,17 +258,11 @@ def test_threads_may_draft_from_one_memory():
     memory = Memory(30_000)
 
     def work(seed: int) -> None:
-        drafter, text = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1]
+        drafter, text, follow = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1], follow_of(3, seed)
         for _ in range(60):
-            draft, verdict = step(drafter, text, follow_of(3, seed))
+            draft, verdict = step(drafter, text, follow)
             assert len(draft.tree) <= 24 and len(verdict.tokens) >= 1
-        assert text == plain(seed, len(text))
-
-    def plain(seed: int, length: int) -> list[int]:
-        text = [seed, 1]
-        while len(text) < length:
-            text.append(follow_of(3, seed)(text))
-        return text
+        assert text[2:] == [follow(text[:end]) for end in range(2, len(text))]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [None] * 4
@@ -293,7 +285,6 @@ def test_prompts_are_read_only_if_they_may_be(model, reads):
     lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads))
     assert (len(memory) > 0) is reads
     assert [len(rows) for rows in memory.lookup([1, 2])] == ([len(ORDERS), len(TEXT_ORDERS)] if reads else [0, 0])
-    assert AdaptiveDrafter(LookaheadConfig(budget=8, prompt_ngrams=reads)).wants_prompt_entries is reads
 
 
 def test_a_seed_changes_the_window_and_not_the_text(model):

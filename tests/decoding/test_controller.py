@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lade.decoding.drafting.controller as module
-from lade.decoding.drafting.controller import ALLOWANCE, ALLOWED_SHARE, RECENT, Controller, ControllerState, YieldCurve
+from lade.decoding.drafting.controller import (
+    ALLOWANCE,
+    ALLOWED_SHARE,
+    RECENT,
+    Controller,
+    ControllerState,
+    YieldCurve,
+    max_tree_size,
+)
 from lade.decoding.drafting.step_cost import StepCost
 
 PLAIN_S = 0.01
@@ -175,8 +183,9 @@ def test_own_time_that_grows_with_the_tree_keeps_it_small():
     assert sizes[1] < sizes[0]
 
 
-def test_forced_tokens_count_in_full():
+def test_forced_tokens_count_in_full_whatever_the_curve_says():
     controller = Controller(cost_of(USUAL))
+    assert controller.expected([1.0, 1.0, 1.0, 0.1], [1e-6] * 9).tolist() == [1.0, 2.0, 3.0, 3.0]
     assert not controller.skip_drafting()
     assert sized(controller, [1.0] * 40) > 30 > sized(controller, [1.0, *[0.02] * 39])
     steep = Controller(cost_of({1: 1.0, 8: 1.7, 128: 20.0}))
@@ -209,9 +218,8 @@ def test_a_curve_learns_the_doublings_that_were_fed_alone():
     before = copy.deepcopy(curve)
     for _ in range(400):
         curve.learn([1.0, 1.0], [0.5, 0.4], [1.0, 0.25])
-    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.predicted[:2] == pytest.approx(
-        [0.5, 0.4], abs=0.02
-    )
+    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05)
+    assert curve.predicted[:2] == pytest.approx([0.5, 0.4], abs=0.02)
     assert curve.gains[2:] == before.gains[2:]
 
 
@@ -260,5 +268,15 @@ def test_a_text_has_ratios_of_its_own_by_doubling():
     assert max(first) < 0.4 and min(last) > 1.5 and size < larger
 
 
-def test_forced_tokens_count_as_they_are_whatever_the_curve_says():
-    assert Controller(cost_of(USUAL)).expected([1.0, 1.0, 1.0, 0.1], [1e-6] * 9).tolist() == [1.0, 2.0, 3.0, 3.0]
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_a_controller_grows_and_fills_up_to_its_limit(processes):
+    """Trees that several processes feed are larger than those whose passes a curve knows."""
+    most = max_tree_size(processes)
+    controller, scores = Controller(StepCost.of({1: [1.0], 256: [1.001]}), most=most), [1.0] * most
+    assert controller.most == controller.fill_size(1) == most
+    for _ in range(3):
+        ends = [size for size, _ in controller.stages()]
+        assert ends == sorted(ends) and ends[-1] <= most
+        size = sized(controller, scores[: ends[-1]])
+        controller.observe(size, size, 1.0, 1.0)
+    assert size == most

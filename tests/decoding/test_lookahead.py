@@ -1,13 +1,81 @@
-"""The Jacobi trajectory."""
+"""The paper's method: the n-gram pool, the Jacobi trajectory, and what a row learns."""
 
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.drafting.lookahead import Window
+from lade import LookaheadConfig
+from lade.decoding.drafting.lookahead import LookaheadDrafter, NGramPool, Window, chosen_ngrams
+from lade.decoding.readout import Readout
+from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.verify import Greedy, walk
+
+ngrams = st.lists(st.tuples(*[st.integers(0, 6)] * 3), max_size=60)
+
+
+@given(ngrams, st.integers(0, 4), st.integers(1, 5))
+def test_it_never_exceeds_its_bounds(learned, guesses, max_keys):
+    pool = NGramPool(3, guesses, max_keys=max_keys)
+    for ngram in learned:
+        pool.learn([ngram], "pool")
+        assert len(pool) <= guesses * max_keys
+        assert all(len(pool.lookup(token)) <= guesses for token in range(7))
+
+
+@given(ngrams, st.integers(1, 4))
+def test_it_holds_the_most_recently_seen_continuations(learned, guesses):
+    pool = NGramPool(3, guesses)
+    pool.learn(learned, "pool")
+    for token in range(7):
+        recent: list[tuple[int, ...]] = []
+        for key, *rest in reversed(learned):
+            if key == token and tuple(rest) not in recent:
+                recent.append(tuple(rest))
+        assert [guess for guess, _ in pool.lookup(token)] == recent[:guesses]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=5), max_size=40), st.integers(1, 5))
+def test_no_continuation_begins_another(learned, guesses):
+    pool = NGramPool(4, guesses)
+    for ngram in learned:
+        pool.learn([ngram], "pool")
+        for token in range(3):
+            held = [guess for guess, _ in pool.lookup(token)]
+            assert len(held) <= guesses and all(1 <= len(guess) <= 3 for guess in held)
+            assert not any(a != b and b[: len(a)] == a for a in held for b in held)
+        newest = pool.lookup(ngram[0])[0][0]
+        assert newest[: len(ngram) - 1] == tuple(ngram[1:4])
+
+
+def test_a_shorter_sighting_refreshes_the_longer_one():
+    pool = NGramPool(4, 2)
+    pool.learn([(1, 2, 3, 4)], "text")
+    pool.learn([(1, 5)], "pool")
+    pool.learn([(1, 2, 3)], "pool")
+    assert pool.lookup(1) == [((2, 3, 4), "text"), ((5,), "pool")]
+    pool.learn([(1, 5, 6, 7)], "prompt")
+    assert pool.lookup(1) == [((5, 6, 7), "prompt"), ((2, 3, 4), "text")]
+
+
+@given(ngrams)
+def test_nothing_follows_an_excluded_id(learned):
+    pool = NGramPool(3, 4, excluded={0, 5})
+    pool.learn(learned, "pool")
+    for token in range(7):
+        for guess, _ in pool.lookup(token):
+            assert token not in (0, 5) and not {0, 5} & set(guess)
+
+
+def test_a_key_that_was_not_extended_for_long_goes_first():
+    pool = NGramPool(2, 2, max_keys=2)
+    pool.learn([(1, 2), (3, 4), (1, 5), (6, 7)], "pool")
+    assert pool.lookup(3) == []
+    assert [guess for guess, _ in pool.lookup(1)] == [(5,), (2,)]
+
 
 sizes = st.tuples(st.integers(1, 9), st.integers(2, 7))
 
@@ -90,3 +158,43 @@ def test_a_wrong_number_of_choices_is_an_error(wrong):
     window = window_of(3, 2)
     with pytest.raises(ValueError, match="argument"):
         window.advance(1, [1] * wrong)
+
+
+def test_every_node_teaches_what_the_model_chose_after_it():
+    tree = TokenTree(0)
+    tree.add_path([1, 2, 3], "pool")
+    tree.add_path([4], "pool")
+    argmax_ids = [9, 2, 3, 7, 8]  # at the root, and after 1, 2, 3, 4
+    assert chosen_ngrams(tree, argmax_ids, ngram=5) == [(1, 2, 3, 7), (2, 3, 7), (3, 7), (4, 8)]
+    assert chosen_ngrams(tree, argmax_ids, ngram=3) == [(1, 2, 3), (2, 3, 7), (3, 7), (4, 8)]
+
+
+def row_of(prompt: list[int], first: int, **fields: object) -> Row:
+    """A row that has chosen its first token."""
+    config = LookaheadConfig(**{"window": 0, "ngram": 3, "guesses": 4} | fields)
+    row = Row(prompt, LookaheadDrafter(config), Greedy(), lambda _: False)
+    row.choose_first(torch.zeros(1, 12), [first])
+    return row
+
+
+def test_the_prompts_ngrams_are_guesses_from_the_first_step_unless_they_are_kept_out():
+    row = row_of([1, 2, 3, 1], 2)
+    assert row.drafter.pool.lookup(1) == [((2, 3), "prompt")]
+    tree = row.drafter.draft(row.tokens, None).tree
+    assert tree.ids == [2, 3, 1] and set(tree.sources[1:]) == {"prompt"}
+    assert len(row_of([1, 2, 3, 1], 2, prompt_ngrams=False).drafter.pool) == 0
+
+
+def test_accepted_text_is_learned_across_the_border_of_steps():
+    row = row_of([1, 2], 3)
+    assert row.drafter.pool.lookup(1) == [((2, 3), "text")]
+    draft = row.drafter.draft(row.tokens, None)
+    verdict = walk(draft.tree, [4].__getitem__, row.emit)
+    row.drafter.learn(row.tokens, draft, Readout([4]), verdict)
+    assert row.drafter.pool.lookup(2) == [((3, 4), "text")]
+
+
+def test_the_window_grows_under_the_current_token():
+    row = row_of([5, 6, 7], 8, window=2)
+    tree = row.drafter.draft(row.tokens, None).tree
+    assert tree.ids[0] == 8 and "window" in tree.sources

@@ -6,23 +6,21 @@ import numpy as np
 import pytest
 import torch
 from effort import examples
+from growing import writer_of, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import learn, reads_no_places, rows_of
 from reference.tree import EACH, LATEST, MOST_MATCHES, Tree
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig
 from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.kernels.layout import CEILING, COPY_KINDS, FLOOR, SCALE, TOKEN, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree
-from lade.decoding.loop import DecodeLoop
-from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
-from lade.decoding.verify import Greedy
 from lade.memory import Memory
 from lade.testing import toy_model
-from lade_lab.fakes import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -55,21 +53,16 @@ def matches_of(tree: NativeTree, node: int) -> list[tuple[int, int]]:
     return [tuple(match) for match in parts.matches[node, : parts.match_count[node]].tolist()]
 
 
-@settings(max_examples=examples(60))
-@given(st.lists(texts, min_size=1, max_size=6), st.data())
-def test_links_are_those_of_the_text_that_was_read_last(pieces, data):
+@settings(max_examples=examples(80))
+@given(st.booleans(), st.lists(texts, min_size=1, max_size=6), st.data())
+def test_links_are_those_of_the_text_that_was_read_last(grows, pieces, data):
+    """Be it another text, or a list that has grown, which is read on."""
     earlier, text = NativeTree(), []
     for piece in pieces:
-        text = text[: data.draw(st.integers(0, len(text)))] + piece
-        earlier.read(text)
-        assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
-
-
-@given(st.lists(texts, min_size=1, max_size=6))
-def test_a_list_that_has_grown_is_read_on(pieces):
-    earlier, text = NativeTree(), []
-    for piece in pieces:
-        text += piece
+        if grows:
+            text += piece
+        else:
+            text = text[: data.draw(st.integers(0, len(text)))] + piece
         earlier.read(text)
         assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
 
@@ -199,18 +192,9 @@ def quotes() -> tuple[list[int], list[int]]:
 
 
 def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
-    text = [*prompt, *answer]
-    drafter = drafter_for(LookaheadConfig(budget=12))
-    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
-
-    def follow(known: list[int]) -> int:
-        on_the_way = len(known) < len(text) and list(known) == text[: len(known)]
-        return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % 150
-
-    stats = Stats()
-    for _ in DecodeLoop([row], FunctionRunner(follow, 150), ListCache(), stats).run():
-        pass
-    assert row.tokens == text
+    text, drafter = [*prompt, *answer], drafter_for(LookaheadConfig(budget=12))
+    tokens, _, stats = written(prompt, len(text), drafter, FunctionRunner(writer_of(text, 150), 150))
+    assert tokens == text
     return stats.tokens_per_step
 
 

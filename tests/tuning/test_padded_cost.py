@@ -4,8 +4,7 @@ import gc
 
 import pytest
 import torch
-from growing import sized
-from hulls import lower_hull
+from growing import lower_hull, sized
 from inside import buffers_in
 from spies import failing, watched
 

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hulls import lower_hull
+from growing import lower_hull
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from lade.decoding.drafting.step_cost import KNOTS, StepCost
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))
+FLAT = {1: [1.0], 256: [1.001]}
 OBSERVATIONS = st.lists(st.tuples(st.integers(1, 400), st.floats(1e-7, 1e3)), max_size=80)
 
 
@@ -173,6 +174,21 @@ def test_between_measured_sizes_the_curve_is_straight_and_beyond_it_goes_on():
     assert cost.corners[:2] == [1, 16]
 
 
+@pytest.mark.parametrize("heights", [FLAT, {1: [1.0], 64: [1.001], 256: [100.0]}])
+def test_beyond_its_last_knot_a_curve_is_as_steep_as_it_ended(heights):
+    curve, known = StepCost.of(heights), KNOTS[-1]
+    slope = curve.marginals[known]
+    assert curve.table[known:] == pytest.approx([curve.table[known] + slope * more for more in range(513 - known)])
+    assert set(curve.marginals[known:]) == {slope} and len(curve.marginals) == 513 and curve.corners[-1] == 512
+
+
+def test_passes_beyond_the_last_knot_move_the_curve():
+    curve = StepCost.of(FLAT)
+    before = curve.table[512]
+    watched(curve, [(1, 1.0), (300, 2.0)] * 10)
+    assert curve.table[512] > 1.2 * before
+
+
 def test_of_many_passes_one_of_the_fastest_counts():
     slow_machine = [3.0, 1.1, 1.0, 50.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     assert StepCost.of({1: slow_machine}).seconds(1) == 1.1
@@ -204,14 +220,11 @@ def test_a_clock_that_did_not_move_teaches_nothing(seconds):
     assert cost.to_json() == before
 
 
-def test_a_clock_that_went_mad_does_not_count():
+def test_a_clock_that_went_mad_does_not_count_and_one_that_crawls_leaves_a_curve_that_can_be_saved():
     cost = measured()
     before = cost.table
     watched(cost, [(4, 1e300), (4, 1e-300), (500, math.inf), *[(4, 10e-3)] * 3])
     assert cost.change_since(before) < 0.1
-
-
-def test_a_clock_that_crawls_leaves_a_curve_that_can_be_saved():
     cost = watched(measured(lambda size: 1e-8), [(size, 1e-15) for size in KNOTS] * 300)
     assert StepCost.from_json(cost.to_json()).table == pytest.approx(cost.table)
 
@@ -237,22 +250,18 @@ def test_samples_are_of_known_sizes(samples):
     ],
     ids=str,
 )  # fmt: skip
-def test_json_that_is_no_curve_is_refused(change):
+def test_json_that_is_no_curve_or_of_another_kind_is_refused(change):
     value = measured().to_json()
     StepCost.from_json(value)
     with pytest.raises(ValueError, match=r"valid|measure again"):
         StepCost.from_json({**value, **change})
-
-
-@pytest.mark.parametrize("value", [None, [], 3, "x", {}])
-def test_json_of_another_kind_is_refused(value):
-    with pytest.raises(ValueError, match="measure again"):
-        StepCost.from_json(value)
+    for other in (None, [], 3, "x", {}):
+        with pytest.raises(ValueError, match="measure again"):
+            StepCost.from_json(other)
 
 
 def test_a_curve_owns_what_its_generations_have_learned():
     cost, other = measured(), measured()
-    assert cost.state("greedy") is cost.state("greedy")
-    assert cost.state("greedy") is not cost.state("sampled at 1.0") and cost.state("greedy") is not other.state(
-        "greedy"
-    )
+    greedy = cost.state("greedy")
+    assert greedy is cost.state("greedy")
+    assert greedy is not cost.state("sampled at 1.0") and greedy is not other.state("greedy")
