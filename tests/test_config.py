@@ -12,23 +12,17 @@ from lade.memory import Memory
 from lade.testing import toy_model
 
 
-def test_positional_order_and_defaults():
+def test_positional_order_and_defaults_without_sizes_it_is_adaptive_also_when_a_field_is_replaced():
     assert LookaheadConfig(15, 5, 15) == LookaheadConfig(window=15, ngram=5, guesses=15)
     assert LookaheadConfig(adaptive=False) == LookaheadConfig(7, 5, 7, prompt_ngrams=True, seed=0)
+    assert LookaheadConfig().adaptive and LookaheadConfig(budget=8).adaptive
+    assert dataclasses.replace(LookaheadConfig(), budget=9) == LookaheadConfig(budget=9)
+    assert LookaheadConfig().method.wants_mtp and not LookaheadConfig(budget=8).method.wants_mtp
 
 
 @pytest.mark.parametrize("sizes", [{"window": 7}, {"ngram": 5}, {"guesses": 7}, {"window": 0, "guesses": 0}])
 def test_sizes_mean_the_papers_method(sizes):
     assert not (config := LookaheadConfig(**sizes)).adaptive and config.method.name == "lookahead"
-
-
-def test_without_sizes_it_is_adaptive_and_stays_so_when_a_field_is_replaced():
-    assert LookaheadConfig().adaptive and LookaheadConfig(budget=8).adaptive
-    assert dataclasses.replace(LookaheadConfig(), budget=9) == LookaheadConfig(budget=9)
-
-
-def test_mtp_layers_are_used_unasked_only_where_the_cost_of_their_passes_tells():
-    assert LookaheadConfig().method.wants_mtp and not LookaheadConfig(budget=8).method.wants_mtp
 
 
 @pytest.mark.parametrize(

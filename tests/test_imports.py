@@ -37,8 +37,9 @@ def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def test_every_module_has_a_layer():
+def test_every_module_has_a_layer_and_none_import_each_other_in_circles():
     assert {layer_of(path) for path in MODULES} <= LEVEL.keys()
+    TopologicalSorter(graph()).prepare()  # raises CycleError, which names them
 
 
 def dotted(path: Path) -> str:
@@ -114,10 +115,6 @@ def test_the_server_and_the_shell_are_clients_of_the_library(layer):
     assert found == {home: set(names.split()) for home, names in INNER[layer].items()}
 
 
-def test_files_do_not_import_each_other_in_circles():
-    TopologicalSorter(graph()).prepare()  # raises CycleError, which names them
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_arrows_between_the_parts_of_a_folder_point_one_way(folder):
     """A part is a file or a folder. Two that need each other are one, or lack a third below them."""
@@ -161,13 +158,10 @@ def test_only_the_compatibility_module_reads_the_environment():
     assert readers == {"legacy_api.py"}
 
 
-def test_every_public_name_is_there():
+def test_dir_shows_the_public_names_alone_in_order_whatever_was_imported():
     assert sorted(lade.__all__) == list(lade.__all__)
     for name in lade.__all__:
         assert getattr(lade, name) is not None
-
-
-def test_dir_shows_the_public_names_alone_whatever_was_imported():
     assert {"enable", "disable", "UnsupportedError"} < set(lade.__all__)
     importlib.import_module("lade.hf.generate")
     assert "hf" in vars(lade) and dir(lade) == list(lade.__all__)

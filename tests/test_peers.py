@@ -90,7 +90,7 @@ def test_what_suffix_forgets_leaves_nothing_behind(answers):
     assert set(drafter._earlier.followed) == {9}
 
 
-def test_token_recycling_remembers_the_last_row_of_each_token_of_the_tree():
+def test_token_recycling_remembers_the_last_row_of_each_token_of_the_tree_and_keeps_all_if_asked_to():
     drafter = TokenRecycling(4)
     drafter.begin(0, [0, 1])
     drafter.observe_prompt(0, [0, 1], [[7, 8], [3, 4]])
@@ -100,9 +100,6 @@ def test_token_recycling_remembers_the_last_row_of_each_token_of_the_tree():
     assert nodes(drafter, [0, 1]) == {(3,), (3, 7), (4,)}
     drafter.begin(1, [0, 1])
     assert nodes(drafter, [0, 1], 1) == set(), "another text has a matrix of its own"
-
-
-def test_token_recycling_keeps_the_matrix_if_asked_to():
     drafter = TokenRecycling(2, keep=True)
     drafter.begin(0, [1])
     drafter.observe_prompt(0, [1], [[3]])
@@ -132,7 +129,7 @@ def test_jacobis_choices_after_the_accepted_tokens_are_the_next_guesses():
     assert len(found) == 3 and found[2] in {5, 6}
 
 
-def test_jacobis_guesses_that_were_not_fed_stay_at_their_places():
+def test_jacobis_guesses_that_were_not_fed_stay_and_forced_tokens_count_as_guesses():
     drafter = Jacobi(5, seed=3)
     drafter.begin(0, [*range(20, 40)])
     (chain,) = drafter.propose(0, tuple(range(20, 40)), 9)
@@ -140,9 +137,6 @@ def test_jacobis_guesses_that_were_not_fed_stay_at_their_places():
     drafter.observe(0, [39, chain[0]], [-1, 0], [[1], [2]])
     (found,) = drafter.propose(0, (*range(20, 40), 1), 9)
     assert found[:4] == [2, *chain[2:]]
-
-
-def test_jacobi_takes_forced_tokens_as_guesses():
     drafter = Jacobi(4)
     drafter.begin(0, [3, 4])
     (behind,) = drafter.propose(0, (3, 4, 7, 8), 9)

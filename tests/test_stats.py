@@ -78,14 +78,11 @@ def test_merging_keeps_the_lists_short_too(monkeypatch):
     assert stats.tokens_per_step == pytest.approx(7 / 4) and sum(stats.histogram.values()) == 4
 
 
-def test_explain_says_what_drafts_brought_and_what_passes_cost():
+def test_explain_says_what_drafts_brought_what_passes_cost_and_what_stands_in_the_way():
     stats = ran([(8, 3), (1, 1), (8, 2), (8, 2)])
     assert stats.explain().startswith("Drafted in 3 of 4 steps: drafts brought 1.0 tokens a step.")
     stats.surroundings = Surroundings({1: 0.5, 8: 0.55})
     assert "8 tokens takes 1.10 times as long as over one: about 0.9 times as fast" in stats.explain()
-
-
-def test_explain_says_what_stands_in_the_way():
     poor = ran([(1, 1)] * 10)
     assert "lade.Memory()" in poor.explain()
     poor.surroundings = Surroundings(keeps_memory=True, contention="The machine is busy: ...")

@@ -411,7 +411,7 @@ def test_settings_out_of_range(settings, field):
         prepared(["plain"], settings)
 
 
-def test_workloads_that_cannot_be_told_apart_or_run(tmp_path):
+def test_workloads_that_cannot_be_told_apart_or_run_and_a_tokenizer_of_another_model(tmp_path):
     twice = workload(["A"], ["B"])
     twice.items[1] = replace(twice.items[1], id="p0")
     for message, given in [
@@ -426,21 +426,19 @@ def test_workloads_that_cannot_be_told_apart_or_run(tmp_path):
     with pytest.raises(InputError, match="there is no workload"):
         prepare(models(), Letters(), [], parse_all(["plain"]), GREEDY)
 
-
-def test_answers_that_outgrow_the_context():
-    long = [workload(["A" * 500], ["A"], ["A" * 470, "B" * 20])]
-    assert prepared(["plain"], workloads=long).outgrowing == 2
-    with pytest.raises(InputError, match="may have 516 tokens, but the model has positions for 512"):
-        prepared(["plain"], workloads=long, toy=models("gpt2"))
-
-
-def test_a_tokenizer_of_another_model():
     class Foreign(Letters):
         def __call__(self, text):
             return {"input_ids": [48]}
 
     with pytest.raises(InputError, match=r"the id 48 .* vocabulary of 48"):
         prepared(["plain"], tokenizer=Foreign())
+
+
+def test_answers_that_outgrow_the_context():
+    long = [workload(["A" * 500], ["A"], ["A" * 470, "B" * 20])]
+    assert prepared(["plain"], workloads=long).outgrowing == 2
+    with pytest.raises(InputError, match="may have 516 tokens, but the model has positions for 512"):
+        prepared(["plain"], workloads=long, toy=models("gpt2"))
 
 
 def test_a_method_that_transformers_cannot_run_is_named(monkeypatch):

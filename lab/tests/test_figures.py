@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from made_results import METHODS, made_results
+from matplotlib import rcParams
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from pretend import not_found
@@ -52,6 +53,7 @@ def test_one_file_has_the_colours_of_light_and_of_dark_pages_and_its_text_as_tex
     assert ">mt-bench</text>" in body and set(re.findall("#[0-9a-f]{6}", body)) <= set(LIGHT.colours())
     pairs = set(zip(LIGHT.colours(), DARK.colours(), strict=True))
     assert len(pairs) == len(set(LIGHT.colours())), "a colour of the light theme names one of the dark"
+    assert rcParams["svg.hashsalt"] is None, "settings of matplotlib are left alone"
 
 
 def test_a_loss_is_a_bar_of_another_colour_to_the_left():
@@ -80,12 +82,6 @@ def test_names_are_text_and_no_formulas(tmp_path):
     odd = Method("$x_{1$", "plain")
     named = [replace(each, method=odd.name) if each.method == "plain" else each for each in BARE.samples]
     assert save_figures(replace(BARE, methods=[METHODS[0], odd], samples=named), tmp_path)
-
-
-def test_settings_of_matplotlib_are_left_alone(drawn):
-    import matplotlib as mpl
-
-    assert mpl.rcParams["svg.hashsalt"] is None
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):

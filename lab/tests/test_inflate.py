@@ -159,13 +159,10 @@ def test_the_small_model_stays_as_it_is():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
 
 
-def test_dtype_and_device_are_those_asked_for():
+def test_dtype_and_device_are_those_asked_for_and_the_generation_config_is_copied():
     large = inflate(small_model(), 1e6, dtype=torch.bfloat16, device="cpu")
     assert {weight.dtype for weight in large.parameters()} == {torch.bfloat16} and large.config.dtype == torch.bfloat16
     assert not any(tensor.is_meta for tensor in [*large.parameters(), *large.buffers()])
-
-
-def test_the_generation_config_is_copied():
     model = small_model()
     model.generation_config.eos_token_id = [3, 5]
     large = inflate(model, 1e6)
@@ -205,11 +202,17 @@ def test_sizes_that_cannot_be_are_refused(arguments, message):
         inflate(small_model(), **arguments)
 
 
-def test_other_models_are_refused():
+def test_models_of_other_classes_quantized_and_offloaded_ones_are_refused():
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot be inflated; give one of LlamaForCausalLM"):
         inflate(toy_model("gpt2"))
     with pytest.raises(UnsupportedModelError, match="Linear cannot be inflated"):
         inflate(torch.nn.Linear(2, 2))
+    model = small_model()
+    with pytest.raises(UnsupportedModelError, match=r"weight is not .* without quantization, adapters or off"):
+        inflate(model.to("meta"))
+    model.hf_quantizer = object()
+    with pytest.raises(UnsupportedModelError, match="a quantized model cannot be inflated; load the model without"):
+        inflate(model)
 
 
 def test_weights_that_the_config_does_not_promise_are_refused():
@@ -218,14 +221,3 @@ def test_weights_that_the_config_does_not_promise_are_refused():
         setattr(model.model.layers[1].mlp.up_proj, name, None if value is None else torch.nn.Parameter(value))
         with pytest.raises(UnsupportedModelError, match=rf"layers.1.mlp.up_proj.{name} is not the weight"):
             inflate(model)
-
-
-def test_quantized_and_offloaded_models_are_refused():
-    model = small_model()
-    with pytest.raises(
-        UnsupportedModelError, match=r"embed_tokens.weight is not .* without quantization, adapters or off"
-    ):
-        inflate(model.to("meta"))
-    model.hf_quantizer = object()
-    with pytest.raises(UnsupportedModelError, match="a quantized model cannot be inflated; load the model without"):
-        inflate(model)

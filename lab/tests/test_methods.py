@@ -63,12 +63,9 @@ def test_what_is_no_method(text, remedy):
         parse(text)
 
 
-def test_commas_between_methods_and_between_sizes():
+def test_commas_between_methods_and_sizes_and_the_default_has_the_peers_and_fixed_sizes_to_beat():
     found = parse_all(["hf, lookahead=15,5,15,adaptive=32,plain", "jacobi"])
     assert [method.name for method in found] == ["hf", "lookahead 15,5,15", "adaptive 32", "plain", "jacobi"]
-
-
-def test_the_default_methods_have_the_peers_and_fixed_sizes_to_beat():
     names = {method.name for method in parse_all(DEFAULT)}
     assert {"prompt-lookup", "suffix", "adaptive 8", "adaptive 16", "adaptive 32", "adaptive"} <= names
     assert {method.kind for method in parse_all(DEFAULT)} == KINDS.keys() - {
@@ -108,11 +105,8 @@ def test_assisted_methods_are_not_compared_when_sampling():
         ("hf-prompt-lookup,adaptive", True, "adaptive"),
     ],
 )
-def test_the_reference(texts, sampling, expected):
+def test_the_reference_draws_as_the_others_do(texts, sampling, expected):
     assert reference_of(parse_all([texts], sampling=sampling)).name == expected
-
-
-def test_a_reference_must_draw_as_the_others_do():
     with pytest.raises(ConfigError, match="add one such as hf or plain"):
         reference_of(parse_all(["hf-prompt-lookup"], sampling=True))
 

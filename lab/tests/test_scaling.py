@@ -79,12 +79,14 @@ def test_more_sizes_can_be_added_and_none_are_measured_twice(make, monkeypatch):
     assert list(again) == [1.0] and measured == [[], []] and len(again.scaling.points) == 4 and again.scaling.complete
 
 
-def test_nothing_is_overwritten(make, tmp_path):
+def test_nothing_is_overwritten_and_other_prompts_of_the_same_names_are_noticed(make, tmp_path):
     list(make([1], [3]))
     before = (tmp_path / "out" / NAME).read_bytes()
     with pytest.raises(InputError, match="--resume"):
         make()
     assert (tmp_path / "out" / NAME).read_bytes() == before
+    with pytest.raises(InputError, match="'p1'"):
+        list(make([2], [3], resume=True, texts=[TEXTS[0], "OTHER", TEXTS[2]]))
 
 
 @pytest.mark.one_in(2)
@@ -100,12 +102,6 @@ def test_a_run_goes_on_only_with_what_it_began_with(change, named, make):
     list(make([1], [3]))
     with pytest.raises(InputError, match=named):
         make(resume=True, **change)
-
-
-def test_other_prompts_of_the_same_names_are_noticed(make):
-    list(make([1], [3]))
-    with pytest.raises(InputError, match="'p1'"):
-        list(make([2], [3], resume=True, texts=[TEXTS[0], "OTHER", TEXTS[2]]))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "else"}', '{"schema": "lade-scaling/1"}'])

@@ -51,13 +51,10 @@ def test_each_bar_can_be_missed(what, name, of):
     assert missed(verdict(samples(**{name: of}))) == [what]
 
 
-def test_too_few_samples_say_nothing():
+def test_too_few_samples_say_nothing_and_a_probe_without_an_answer_misses_its_bars():
     assert missed(verdict([])) == missed(verdict(samples(2))) == ["samples after the warm-up"]
     assert warm(samples(30))[0]["minute"] == 5, "a sixth of a short run"
     assert slope(samples(rss_mb=lambda m: 3 * m), "rss_mb") == pytest.approx(3)
-
-
-def test_a_probe_without_an_answer_misses_its_bars():
     found = samples(probe_ms=lambda m: float("nan") if m > 35 else 100.0, equal=lambda m: m <= 35)
     assert "probe's answers, greedy and sampled" in missed(verdict(found))
 

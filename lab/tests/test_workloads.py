@@ -146,16 +146,13 @@ def test_files_of_one_benchmark_can_be_told_apart_by_name(tmp_path, file, entry,
     assert load(written(tmp_path / file, entry)).record.name == name
 
 
-def test_the_record_names_the_bytes_of_the_file_and_the_prompts_run(tmp_path):
+def test_the_record_names_the_bytes_of_the_file_also_of_a_gzipped_one_and_the_prompts_run(tmp_path):
     path = written(tmp_path / "my.prompts.jsonl", *({"prompt": f"{i}"} for i in range(5)))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     assert load(path).record == results.Workload("my.prompts", "jsonl", 5, sha256)
     assert load(str(path), limit=3).record == results.Workload("my.prompts", "jsonl", 3, sha256)
     assert [item.turns for item in load(path, limit=3).items] == [["0"], ["1"], ["2"]]
     assert load(path, limit=9).record.prompts == 5
-
-
-def test_a_gzipped_file_reads_like_the_file_and_is_named_by_its_own_bytes(tmp_path):
     path = written(tmp_path / "HumanEval.jsonl", HUMANEVAL)
     packed = tmp_path / "HumanEval.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))

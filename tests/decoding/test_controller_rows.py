@@ -167,16 +167,12 @@ def test_a_batch_finds_out_when_looks_pay_again():
     assert looks > 800 and took < 0.9
 
 
-def test_prompts_are_read_unless_the_text_may_lose_no_more():
+def test_prompts_are_read_unless_the_text_may_lose_no_more_and_one_that_joins_has_lost_nothing_yet():
     state = ControllerState()
     budget = Controller(cheap_cost(), state)
     assert budget.reads_logits
     dear_looks(budget, 400, accepted=False)
     assert budget.exhausted and not budget.reads_logits
-
-
-def test_a_text_that_joins_has_lost_nothing_yet():
-    """Each row brings an allowance of its own; what the others have lost stays theirs."""
     budget = Controller(cheap_cost(), ControllerState())
     dear_looks(budget, 60, accepted=False)
     lost = budget._lost

@@ -136,15 +136,12 @@ def test_copies_from_the_prompt_are_drafted_as_long_chains():
     assert names.count("text") > len(names) / 2
 
 
-def test_a_copy_is_recognised_by_its_last_tokens_and_only_from_before_them():
+def test_a_copy_is_recognised_by_its_last_tokens_only_from_before_them_or_in_what_an_encoder_was_fed():
     source, text = OwnText(), noise(5, 30)
     assert source.guesses(text) == [], "a text does not continue itself at its end"
     assert source.guesses([*text, *text[: ANCHOR - 1]]) == []
     (guess,) = source.guesses([*text, *text[:ANCHOR]])
     assert list(guess.tokens) == [*text[ANCHOR:], *text[:ANCHOR]][: len(guess.tokens)]
-
-
-def test_a_copy_may_come_from_what_an_encoder_was_fed():
     (guess,) = OwnText(noise(6, 30)).guesses([1, *noise(6, 30)[3 : 3 + ANCHOR]])
     assert list(guess.tokens[:4]) == noise(6, 30)[3 + ANCHOR : 7 + ANCHOR]
 

@@ -51,7 +51,7 @@ def test_no_continuation_begins_another(learned, guesses):
         assert newest[: len(ngram) - 1] == tuple(ngram[1:4])
 
 
-def test_a_shorter_sighting_refreshes_the_longer_one():
+def test_a_shorter_sighting_refreshes_the_longer_one_and_a_key_not_extended_for_long_goes_first():
     pool = NGramPool(4, 2)
     pool.learn([(1, 2, 3, 4)], "text")
     pool.learn([(1, 5)], "pool")
@@ -59,6 +59,10 @@ def test_a_shorter_sighting_refreshes_the_longer_one():
     assert pool.lookup(1) == [((2, 3, 4), "text"), ((5,), "pool")]
     pool.learn([(1, 5, 6, 7)], "prompt")
     assert pool.lookup(1) == [((5, 6, 7), "prompt"), ((2, 3, 4), "text")]
+    pool = NGramPool(2, 2, max_keys=2)
+    pool.learn([(1, 2), (3, 4), (1, 5), (6, 7)], "pool")
+    assert pool.lookup(3) == []
+    assert [guess for guess, _ in pool.lookup(1)] == [(5,), (2,)]
 
 
 @given(ngrams)
@@ -68,13 +72,6 @@ def test_nothing_follows_an_excluded_id(learned):
     for token in range(7):
         for guess, _ in pool.lookup(token):
             assert token not in (0, 5) and not {0, 5} & set(guess)
-
-
-def test_a_key_that_was_not_extended_for_long_goes_first():
-    pool = NGramPool(2, 2, max_keys=2)
-    pool.learn([(1, 2), (3, 4), (1, 5), (6, 7)], "pool")
-    assert pool.lookup(3) == []
-    assert [guess for guess, _ in pool.lookup(1)] == [(5,), (2,)]
 
 
 sizes = st.tuples(st.integers(1, 9), st.integers(2, 7))
@@ -139,25 +136,18 @@ def test_rows_move_as_drawn():
     assert window.rows == [[5, 12, 13], [21, 22, 23]]
     assert window.advance(6, [31, 32, 33]) == [(5, 21, 31), (12, 22, 32), (13, 23, 33)]
     assert window.rows == [[6, 22, 23], [31, 32, 33]]
+    for wrong in (2, 4):
+        with pytest.raises(ValueError, match="argument"):
+            window_of(3, 2).advance(1, [1] * wrong)
 
 
-def test_beyond_the_depth_of_the_tree_there_are_no_tips():
-    window = window_of(4, 2)
-    tips = window.plant(TokenTree(0, max_depth=1))
-    assert tips[0] == ROOT and tips[1] is not None and tips[2:] == [None, None]
-
-
-def test_row_0_is_drawn_from_the_prompt_and_the_seed_alone():
+def test_row_0_is_drawn_from_the_prompt_and_the_seed_alone_and_beyond_the_tree_there_are_no_tips():
     first, again = (Window(5, 4, 3, [7, 8, 9], random.Random(2)).rows for _ in range(2))
     assert first == again
     assert len(first[0]) == 5 + 4 - 2 and set(first[0][1:]) <= {7, 8, 9}
-
-
-@pytest.mark.parametrize("wrong", [2, 4])
-def test_a_wrong_number_of_choices_is_an_error(wrong):
-    window = window_of(3, 2)
-    with pytest.raises(ValueError, match="argument"):
-        window.advance(1, [1] * wrong)
+    window = window_of(4, 2)
+    tips = window.plant(TokenTree(0, max_depth=1))
+    assert tips[0] == ROOT and tips[1] is not None and tips[2:] == [None, None]
 
 
 def test_every_node_teaches_what_the_model_chose_after_it():

@@ -67,15 +67,12 @@ def test_links_are_those_of_the_text_that_was_read_last(grows, pieces, data):
         assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
 
 
-def test_a_text_whose_end_changes_again_and_again_is_read_as_ever():
+def test_links_and_places_are_right_however_the_text_changes_and_grows():
     earlier = NativeTree()
     for number in range(60):
         text = [1, 2, 1, *range(100 * number, 100 * number + 99), 2]
         earlier.read(text)
         assert Tree(earlier).links == links_of(text)
-
-
-def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
     growth, text = NativeTree(), random.Random(0).choices(range(4), k=3000)
     for end in (1000, 3000):
         growth.read(text[:end])

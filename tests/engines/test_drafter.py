@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from pretend import typed
-from replay import logits, plainly, replay, toy
+from replay import logits, plainly, replay, toy, tree_of
 
 import lade
 from lade.decoding.kernels.layout import WIDTH
-from lade.decoding.tree import TokenTree
 
 COUNT = 60
 
@@ -39,13 +38,11 @@ def test_the_tokens_are_those_of_plain_decoding(trees, with_rows):
 
 
 def test_rows_teach_more_than_tokens_and_trees_hold_more_than_chains():
-    steps = {
-        (trees, rows): sum(
-            replay(drafter(trees=trees), logits, a_prompt(number), COUNT, with_rows=rows).steps for number in range(3)
-        )
-        for trees, rows in ((False, False), (False, True), (True, True))
-    }
-    assert steps[True, True] < steps[False, True] < steps[False, False]
+    steps = []
+    for trees, with_rows in ((True, True), (False, True), (False, False)):
+        replayed = [replay(drafter(trees=trees), logits, prompt, COUNT, with_rows=with_rows) for prompt in toy()[1]]
+        steps.append(sum(each.steps for each in replayed))
+    assert steps[0] < steps[1] < steps[2]
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -73,10 +70,7 @@ def test_a_tree_s_mask_is_that_of_the_project_s_own_trees():
     assert len(set(draft.parents)) < len(draft) == 16  # it branches
     of_parents = [1.0, *draft.scores]
     assert all(of_parents[parent + 1] > score for parent, score in zip(draft.parents, draft.scores, strict=True))
-    tree = TokenTree(a_prompt()[-1], None)
-    for token, parent in zip(draft.ids, draft.parents, strict=True):
-        tree.extend([token], [parent + 1], [tree.depths[parent + 1] + 1], "memory")
-    np.testing.assert_array_equal(draft.mask(), np.asarray(tree.closure()))
+    np.testing.assert_array_equal(draft.mask(), np.asarray(tree_of(a_prompt(), draft).closure()))
 
 
 def test_a_shared_memory_serves_all_requests_and_one_of_a_tenant_only_that_tenant():

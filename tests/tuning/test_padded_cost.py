@@ -41,6 +41,8 @@ def test_nine_tokens_cost_what_sixteen_cost():
     for size in range(1, 129):
         assert cost.seconds(size) == pytest.approx(true_cost(size)), size
     assert cost.seconds(256) > cost.seconds(128)
+    slow = measured([(2, 3.0), (4, 3.0)])
+    assert slow.table == cost.table, "sizes between do not count, whatever was measured of them"
 
 
 @pytest.mark.parametrize("noise", [[], [(2, 0.9), (4, 1.2)], [(4, 0.5)], [(16, 1.3)]])
@@ -51,23 +53,15 @@ def test_the_hull_touches_the_ends_of_the_stairs_only(noise):
     assert cost.marginals == sorted(cost.marginals)
 
 
-def test_sizes_between_do_not_count_whatever_was_measured_of_them():
-    slow = measured([(2, 3.0), (4, 3.0)])
-    assert slow.table == measured().table
-
-
 def test_a_pass_of_nine_tokens_says_what_sixteen_cost():
-    cost = measured()
-    before = list(cost.table)
-    for _ in range(200):
-        cost.observe(9, 1.5 * true_cost(16))
-    cost.refresh()
-    assert cost.table[16] == cost.table[9] > 1.3 * before[16]
-    other = measured()
-    for _ in range(200):
-        other.observe(16, 1.5 * true_cost(16))
-    other.refresh()
-    assert other.table == cost.table
+    tables = []
+    for size in (9, 16):
+        cost = measured()
+        for _ in range(200):
+            cost.observe(size, 1.5 * true_cost(16))
+        cost.refresh()
+        tables.append(cost.table)
+    assert tables[0] == tables[1] and tables[0][16] == tables[0][9] > 1.3 * measured().table[16]
 
 
 def test_padding_can_be_taken_back():
@@ -87,13 +81,11 @@ def test_sizes_are_knots(sizes):
 def test_a_budget_fills_the_stairs():
     """With good guesses without end the tree ends where a stair ends."""
     controller = Controller(measured())
-    sizes = []
     for _ in range(60):
         most = controller.stages()[-1][0]
         size = sized(controller, [1.0] + [0.3] * (most - 1))
-        sizes.append(size)
         controller.observe(size, 1 + round(0.3 * (size - 1)), true_cost(size), true_cost(size))
-    assert sizes[-1] in STEP_SIZES
+    assert size in STEP_SIZES
 
 
 def runner_of(model):

@@ -12,35 +12,22 @@ from training.corpus import (
 )
 
 
-def test_training_documents_come_in_the_same_order_every_time(root):
+def test_training_documents_come_in_one_order_without_held_out_modules_and_copies_and_tests_less_often(root):
     names = [d.name for d in training_documents(root)]
     assert names == ["pkg/a.py", "queue.py", "test/test_queue.py"]
     assert training_documents(root) == training_documents(root)
-
-
-def test_held_out_modules_and_their_tests_are_never_trained_on(root):
     assert not any(is_held_out(d.name) for d in training_documents(root))
     assert [d.name for d in held_out_documents(root)] == ["heapq.py"]
     assert [d.name for d in held_out_documents(root, tests=True)] == ["test/test_heapq.py"]
+    repeats = {d.name: d.repeats for d in training_documents(root)}
+    assert repeats["queue.py"] > repeats["test/test_queue.py"] == 1
+    (root / "rqueue.py").write_text((root / "queue.py").read_text(), encoding="utf-8")
+    (root / "broken.py").write_bytes(b"# caf\xe9\n" * 100)
+    assert [d.name for d in training_documents(root)] == names, "neither a copy nor what is not in its encoding"
 
 
 def test_every_held_out_module_is_in_the_standard_library():
     assert [name for name in HELD_OUT if not (standard_library() / f"{name}.py").is_file()] == []
-
-
-def test_the_library_is_read_more_often_than_its_tests(root):
-    repeats = {d.name: d.repeats for d in training_documents(root)}
-    assert repeats["queue.py"] > repeats["test/test_queue.py"] == 1
-
-
-def test_a_copy_of_a_file_is_dropped(root):
-    (root / "rqueue.py").write_text((root / "queue.py").read_text(), encoding="utf-8")
-    assert [d.name for d in training_documents(root)] == ["pkg/a.py", "queue.py", "test/test_queue.py"]
-
-
-def test_a_file_that_is_not_in_its_declared_encoding_is_left_out(root):
-    (root / "broken.py").write_bytes(b"# caf\xe9\n" * 100)
-    assert "broken.py" not in [d.name for d in training_documents(root)]
 
 
 def test_cleaning_drops_licence_tabs_and_the_tails_of_tables():

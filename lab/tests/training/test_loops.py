@@ -33,6 +33,8 @@ def test_the_penalty_is_nothing_where_a_repetition_has_half_the_probability_of_a
     assert loop_loss(halved, earlier, looping).item() == pytest.approx(0.0, abs=1e-6)
     louder = torch.tensor([[0.8, 0.2, 0.9, 0.1]]).log()
     assert loop_loss(louder, earlier, looping).item() == pytest.approx(-math.log(1 - 0.5) / 2)
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    assert loop_loss(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.int64), nothing).item() == 0.0
 
 
 def test_the_penalty_moves_the_repetition_and_not_what_it_repeats():
@@ -40,8 +42,3 @@ def test_the_penalty_moves_the_repetition_and_not_what_it_repeats():
     loop_loss(log_probs, torch.tensor([[0, 0]]), torch.tensor([[False, True]])).backward()
     assert log_probs.grad is not None
     assert log_probs.grad[0, 0] == 0 and log_probs.grad[0, 1] > 0
-
-
-def test_rows_too_short_to_loop_for_long_cost_nothing():
-    nothing = torch.zeros(1, 3, dtype=torch.bool)
-    assert loop_loss(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.int64), nothing).item() == 0.0

@@ -27,13 +27,10 @@ def test_an_epoch_reads_every_document_as_often_as_it_repeats(corpus):
     assert np.array_equal(np.sort(read), np.sort(expected))
 
 
-def test_every_row_begins_with_bos_and_has_one_label_more_than_inputs(corpus):
+def test_rows_begin_with_bos_have_one_label_more_than_inputs_and_differ_from_epoch_to_epoch(corpus):
     rows = RowOrder(corpus, 16, seed=1).batch(0, 5)
     assert rows.shape == (5, 17)
     assert (rows[:, 0] == BOS_ID).all()
-
-
-def test_epochs_differ(corpus):
     order = RowOrder(corpus, 16, seed=1)
     n = order.rows_per_epoch
     assert not torch.equal(order.batch(0, n), order.batch(n, n))
