@@ -85,7 +85,7 @@ def broken_links(path: Path, root: Path = ROOT) -> list[str]:
     return broken
 
 
-def test_the_documentation_can_be_reached_from_the_readme():
+def test_all_pages_are_in_the_navigation_which_can_be_reached_from_the_readme():
     reached, ahead = set(), [ROOT / "README.md"]
     while ahead:
         page = ahead.pop()
@@ -94,12 +94,10 @@ def test_the_documentation_can_be_reached_from_the_readme():
         targets = {(page.parent / link).resolve() for link in links if not link.startswith("http")}
         ahead += [target for target in targets - reached if target.is_file()]
     assert ROOT / "docs" / "index.md" in reached  # which has all others in its navigation
-
-
-def test_a_broken_link_would_be_noticed(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text('# One two\n[a](#one-two) [b](#three) [c](none.md) <img src="none.svg"> [d](https://x.y)\n')
-    assert broken_links(page, tmp_path) == ["#three", "none.md", "none.svg"]
+    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^\s+- (?:[\w ]+: )?([\w/-]+\.md)$", configuration, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
 
 
 # Commands
@@ -143,7 +141,7 @@ def test_links_files_and_commands_of_a_page_are_there(path):
     assert [shlex.join(words) for words in commands(text, past=True) if not misspelled(words)] == []
 
 
-def test_wrong_commands_would_be_noticed():
+def test_a_broken_link_and_wrong_commands_would_be_noticed(tmp_path):
     fenced = "```console\n$ lade generate --promt x\n$ lade frobnicate\n```\n"
     text = f"{fenced}\n    python scripts/none.py \\\n        --x\n    make none\n"
     found = [misspelled(words) for words in commands(text)]
@@ -151,6 +149,9 @@ def test_wrong_commands_would_be_noticed():
     assert misspelled(["lade", "doctor", "--model", "X", "--cached", "64"]) == ""
     older = "    python scripts/measure.py --x 1 \\\n        --y 2   # (a), at 11782b5\n"
     assert commands(older) == [] and commands(older, past=True)[0][:2] == ["python", "scripts/measure.py"]
+    page = tmp_path / "page.md"
+    page.write_text('# One two\n[a](#one-two) [b](#three) [c](none.md) <img src="none.svg"> [d](https://x.y)\n')
+    assert broken_links(page, tmp_path) == ["#three", "none.md", "none.svg"]
 
 
 @pytest.mark.parametrize("method", ["--window", "--budget"])
@@ -246,13 +247,6 @@ def test_the_reference_has_every_public_name_once():
     assert sorted(listed) == sorted([*public, "lade.testing"])
     in_bench = re.findall(r"^::: lade\.bench\.(\w+)$", pages, re.MULTILINE)
     assert sorted(in_bench) == sorted({*lade.bench.__all__} - {"workloads"})
-
-
-def test_every_page_is_in_the_navigation():
-    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"^\s+- (?:[\w ]+: )?([\w/-]+\.md)$", configuration, re.MULTILINE)
-    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert sorted(listed) == sorted(pages)
 
 
 # Names in examples

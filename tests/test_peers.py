@@ -35,11 +35,17 @@ def test_prompt_lookup_takes_the_longest_match_and_the_latest_place_first():
     assert drafted(PromptLookup(2), [2, 8, 2, 6, 2]) == {(6,)}, "the latest of two places"
 
 
-def test_suffix_drafts_what_followed_most_often_and_by_the_longest_end_that_is_surest():
+def test_suffix_drafts_what_followed_most_often_by_the_surest_end_also_behind_what_a_grammar_forces():
     often = [5, 1, 0, 5, 2, 0, 5, 2, 0, 5, 2, 0, 5]
     assert drafted(Suffix(3), often) == {(2,), (2, 0)}
     assert (1,) in drafted(Suffix(20), often)
     assert drafted(Suffix(2), [8, 5, 1, 9, 5, 2, 9, 5, 2, 8, 5]) == {(1,)}, "2 is commoner, but not after 8, 5"
+    drafter = Suffix(3)
+    drafter.begin(0, [1, 2, 3, 4, 9])
+    assert nodes(drafter, [1, 2, 3, 4, 9]) == set()
+    assert nodes(drafter, [1, 2, 3, 4, 9, 1, 2]) == {(3,), (3, 4)}
+    drafter.learn(0, [1])
+    assert nodes(drafter, [1, 2, 3, 4, 9, 1]) == {(2,), (2, 3)}, "forced tokens were not counted"
 
 
 @pytest.mark.parametrize(("budget", "sure"), [(2, {2: 1.0}), (20, {1: 1 / 3, 2: 2 / 3})])
@@ -48,15 +54,6 @@ def test_suffix_is_as_sure_as_the_counts_of_the_end_say(budget, sure):
     text, drafter = (5, 1, 0, 5, 2, 0, 5, 2, 0, 5), Suffix(budget)
     drafter.begin(0, text)
     assert {each.tokens[0]: each.probabilities[0] for each in drafter.propose(0, text, 99)} == sure
-
-
-def test_suffix_drafts_behind_tokens_that_a_grammar_forces():
-    drafter = Suffix(3)
-    drafter.begin(0, [1, 2, 3, 4, 9])
-    assert nodes(drafter, [1, 2, 3, 4, 9]) == set()
-    assert nodes(drafter, [1, 2, 3, 4, 9, 1, 2]) == {(3,), (3, 4)}
-    drafter.learn(0, [1])
-    assert nodes(drafter, [1, 2, 3, 4, 9, 1]) == {(2,), (2, 3)}, "forced tokens were not counted"
 
 
 def answered(drafter, answer):

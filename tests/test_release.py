@@ -21,9 +21,6 @@ SHOWN = [
 CONTAINER = ROOT / "examples" / "container"
 
 
-# Install lines
-
-
 def unavailable(text: str) -> list[str]:
     """Install lines that would ask an index for this package, which is on none yet.
 
@@ -33,20 +30,14 @@ def unavailable(text: str) -> list[str]:
     return [line for line in lines if not re.search(r"\"lookahead-decoding\[\{extra\}\]|in a checkout", line)]
 
 
-def test_every_install_line_works_from_a_checkout_and_another_would_be_noticed():
+def test_every_install_line_works_from_a_checkout_and_its_extras_exist_and_others_would_be_noticed():
     wrong = {str(path.relative_to(ROOT)): unavailable(path.read_text(encoding="utf-8")) for path in SHOWN}
     assert {path: lines for path, lines in wrong.items() if lines} == {}
     assert unavailable('RUN pip install lookahead-decoding\n$ pip install "lookahead-decoding[serve]"\n') != []
     assert unavailable("$ pip install '.[serve]'\n") == []
-
-
-def test_the_extras_that_install_lines_name_exist():
     text = "\n".join(path.read_text(encoding="utf-8") for path in SHOWN)
     named = set(re.findall(r"pip install (?:\S+ )*'[./a-z]*\[(\w+)\]'", text))
     assert {"serve", "grammar", "scale"} <= named <= set(PROJECT["optional-dependencies"])
-
-
-# Licences
 
 
 def test_every_licence_text_is_shipped_and_every_licence_is_named():
@@ -54,9 +45,6 @@ def test_every_licence_text_is_shipped_and_every_licence_is_named():
     texts = [path for path in (ROOT / "lade").rglob("*LICENSE*") if path.is_file()]
     assert {*texts, ROOT / "LICENSE"} == files
     assert set(PROJECT["license"].split(" AND ")) == {"Apache-2.0", "BSD-3-Clause", "MIT", "PSF-2.0"}
-
-
-# The README on an index
 
 
 def relative(text: str) -> list[str]:
@@ -71,9 +59,6 @@ def test_the_readme_of_an_index_has_no_relative_links():
     assert "(https://example.org/a/b/blob/v1/docs/howto/slower.md)" in moved
     before, after = (re.findall(r"\]\((http[^)]+)\)", text) for text in (readme, moved))
     assert before == [link for link in after if "example.org" not in link]
-
-
-# Publishing
 
 
 def test_the_version_is_in_one_place_where_the_check_of_a_tag_finds_it():
@@ -92,9 +77,6 @@ def test_actions_are_pinned_to_commits(path):
     assert used and all(re.search(r"@[0-9a-f]{40}$", action) for action in used)
 
 
-# The container and the service
-
-
 def test_the_page_shows_the_files_of_the_container_which_serves_as_a_user_of_its_own_and_is_probed():
     from lade.server.settings import PROBES
 
@@ -105,9 +87,6 @@ def test_the_page_shows_the_files_of_the_container_which_serves_as_a_user_of_its
     assert "ARG TORCH=torch\n" in lines and "[serve]" in lines and "\nUSER lade\n" in lines
     (probe,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", lines)
     assert probe in PROBES and "HEALTHCHECK" in lines
-
-
-# The site
 
 
 def test_examples_that_became_prose_and_signatures_on_one_line_would_be_noticed():

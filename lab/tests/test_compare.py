@@ -51,11 +51,13 @@ def verdicts(comparison):
     return {change.method: change.verdict for change in comparison.changes}
 
 
-def test_a_run_and_itself_do_not_differ():
+def test_a_run_and_itself_do_not_differ_and_the_same_files_give_the_same_answer():
     found = compare(run(noise=0.1), run(noise=0.1), tolerance=0.0)
     assert set(verdicts(found).values()) == {"no difference seen"} and found.failures == []
     assert all(change.rate.ratio == 1.0 and not change.paths and not change.texts for change in found.changes)
     assert (found.warnings, found.forced, found.only_a, found.only_b) == ((), (), (), ())
+    a, b = run(noise=0.1, seed=1), run(noise=0.1, seed=2)
+    assert compare(a, b) == compare(a, b) != compare(a, b, seed=1)
 
 
 def test_a_method_that_got_slower_is_found_and_only_it_and_one_that_got_faster_does_not_fail():
@@ -84,15 +86,12 @@ def test_a_slower_machine_is_cancelled_by_the_reference():
     assert {failure.method for failure in absolute.failures} == set(METHODS) and drift(absolute) is None
 
 
-def test_without_a_shared_reference_rates_are_judged():
+def test_without_a_shared_reference_another_plain_method_is_taken_or_rates_are_judged():
     a, b = run(seed=1, noise=0.02), run(seed=2, noise=0.02, slower={"adaptive": 1.2})
     b.samples = [each for each in b.samples if each.method != "hf"]
     found = compare(a, b)
     assert found.reference is None and found.only_a == ("method 'hf'",)
     assert [failure.method for failure in found.failures] == ["adaptive"]
-
-
-def test_a_renamed_reference_is_replaced_by_another_plain_method():
     a, b = run(seed=1, noise=0.02), run(seed=2, noise=0.02, machine=2.0)
     b.reference, a.reference = "adaptive", "gone"
     assert compare(a, b).reference == "adaptive"
@@ -246,8 +245,3 @@ def test_answers_of_one_token_have_no_speed():
     a.samples = [replace(each, new_tokens=1, decode_s=0.0) for each in a.samples]
     found = compare(a, copy.deepcopy(a))
     assert all(change.rate.units == 0 and change.verdict == "no difference seen" for change in found.changes)
-
-
-def test_the_same_files_give_the_same_answer():
-    a, b = run(noise=0.1, seed=1), run(noise=0.1, seed=2)
-    assert compare(a, b) == compare(a, b) != compare(a, b, seed=1)

@@ -114,8 +114,16 @@ def test_forced_calls_are_counted(structured, quick, tmp_path, monkeypatch):
     assert counts["arguments that do not fit"] == 0 and "arguments that do not parse" not in counts
 
 
-def test_the_ledger_counts_from_the_first_difference_on(ledger):
+def test_the_ledger_counts_from_the_first_difference_on_and_takes_what_has_fewest_tokens_or_least_time(ledger):
     assert ledger.differing([([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 9, 3]), ([1, 2, 3], [1])]) == 4
+    models = [ledger.Subject(name, "float64", toy_model("llama"), None, ExitStack()) for name in "ab"]
+    piece = {"path": "greedy", "dtype": "float64", "tokens": 128}
+    known = [{**piece, "model": "a", "seconds": 2.0}, {**piece, "model": "b", "seconds": 1.0}]
+    wide = {**piece, "path": "batch", "model": "a", "tokens": 300 * ledger.SHARE["batch"], "seconds": 3.0}
+    paths = ["greedy", "batch"]
+    assert ledger.behind([*known, wide], paths, models) == ("greedy", models[1], 1)
+    assert ledger.behind([*known, known[0], wide], paths, models) == ("batch", models[1], 0)
+    assert ledger.until([5, 1, 0, 0], 1) == [5, 1] and ledger.until([5, 1, 0], None) == [5, 1, 0]
 
 
 def test_the_ledger_goes_on_behind_its_end_and_notices_what_differs(ledger, quick, tmp_path, monkeypatch):
@@ -144,17 +152,6 @@ def test_the_ledger_asks_a_given_model_the_questions_of_a_file(ledger, tmp_path)
         (subject,) = ledger.subjects([str(model_path())], questions, stack)
         assert (subject.name, subject.dtype) == (model_path().name, "float32")
         assert subject.tokenizer.decode(subject.prompt(random.Random(0)), skip_special_tokens=True) == "def f(x):"
-
-
-def test_the_ledger_takes_the_path_with_fewest_tokens_and_the_model_with_least_time(ledger):
-    models = [ledger.Subject(name, "float64", toy_model("llama"), None, ExitStack()) for name in "ab"]
-    piece = {"path": "greedy", "dtype": "float64", "tokens": 128}
-    known = [{**piece, "model": "a", "seconds": 2.0}, {**piece, "model": "b", "seconds": 1.0}]
-    wide = {**piece, "path": "batch", "model": "a", "tokens": 300 * ledger.SHARE["batch"], "seconds": 3.0}
-    paths = ["greedy", "batch"]
-    assert ledger.behind([*known, wide], paths, models) == ("greedy", models[1], 1)
-    assert ledger.behind([*known, known[0], wide], paths, models) == ("batch", models[1], 0)
-    assert ledger.until([5, 1, 0, 0], 1) == [5, 1] and ledger.until([5, 1, 0], None) == [5, 1, 0]
 
 
 @pytest.mark.skipif(

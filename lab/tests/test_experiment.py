@@ -87,15 +87,12 @@ def test_the_hashes_are_of_ids_as_little_endian_int64(results):
     assert results.samples[0].output_sha256 == digest(plain_answer(models().plain, "HELLO"))
 
 
-def test_plain_methods_feed_one_token_a_step(results):
+def test_plain_methods_feed_one_token_a_step_and_sources_are_counted_by_place(results):
     for method in ("hf", "plain"):
         for sample in results.of(method):
             assert sample.step_tokens == sample.accepted == [1] * (NEW - 1)
     assert all(fed == 9 for sample in results.of("jacobi") for fed in sample.step_tokens)
     assert any(fed > 1 for sample in results.of("adaptive 12") for fed in sample.step_tokens)
-
-
-def test_sources_are_counted_by_place(results):
     for method in results.methods:
         for sample in results.of(method.name):
             if method.kind.startswith("hf"):
@@ -107,13 +104,10 @@ def test_sources_are_counted_by_place(results):
     assert any("memory" in place for sample in results.of("adaptive 12") for place in sample.sources)
 
 
-def test_a_kept_memory_helps_with_a_prompt_seen_before_and_only_there(results):
+def test_a_kept_memory_helps_with_a_prompt_seen_before_in_the_same_workload_seed_and_repeat_alone(results):
     first, _, again = results.of("adaptive-warm 12")
     assert again.steps < first.steps, "the third prompt is the first again"
     assert first.steps == next(results.of("adaptive 12")).steps, "it begins empty, whatever the warm-up has seen"
-
-
-def test_a_kept_memory_is_emptied_for_each_workload_seed_and_repeat(results):
     settings = Settings(NEW, repeats=2)
     toys = [workload(*TEXTS), workload(*TEXTS, name="others")]
     found = finished(prepared(["adaptive-warm=12"], settings, toys))
@@ -258,9 +252,6 @@ def test_ignoring_the_end_of_the_text():
     assert {sample.new_tokens for sample in whole.samples} == {NEW} and whole.mismatches == []
 
 
-# ----------------------------------------------------------------------------------------------- interrupted runs
-
-
 def long_run(folder, resume=False, **options):
     options = {"methods": ["adaptive-warm=12"], "settings": Settings(NEW, repeats=2)} | options
     return prepared(workloads=[workload(*TEXTS)], folder=folder, resume=resume, **options)
@@ -349,9 +340,6 @@ def test_results_that_are_not_of_these_prompts(tmp_path):
         replace(results, samples=kept).save(tmp_path / "results.json")
         with pytest.raises(InputError, match="is none of the prompt that comes next"):
             long_run(tmp_path, resume=True)
-
-
-# ----------------------------------------------------------------------------------------------------- from Python
 
 
 def test_run_from_python(tmp_path):

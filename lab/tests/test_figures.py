@@ -66,12 +66,9 @@ def test_a_loss_is_a_bar_of_another_colour_to_the_left():
     assert [text.get_text()[0] for text in axes.texts] == ["▼", "2"]
 
 
-def test_what_was_not_measured_is_not_drawn(tmp_path):
+def test_what_was_not_measured_is_not_drawn_or_said_to_be_so(tmp_path):
     assert {path.stem for path in save_figures(BARE, tmp_path)} == {"speedup", "trade"}
     assert save_figures(replace(BARE, samples=[]), tmp_path) == []
-
-
-def test_a_method_without_samples_is_drawn_as_not_measured(tmp_path):
     some = replace(BARE, samples=[each for each in BARE.samples if each.method in ("hf", "plain")])
     assert len(save_figures(some, tmp_path)) == 4
     texts = [text.get_text() for axes in figures._speedup(some).axes for text in axes.texts]

@@ -110,14 +110,11 @@ def test_proportions_are_usual():
         assert sizes.intermediate_size % 64 == 0
 
 
-def test_given_sizes_are_kept_and_the_others_chosen():
+def test_given_sizes_are_kept_the_others_chosen_and_its_own_size_leaves_the_model_as_it_is():
     model = small_model()
     for field, value in SIZES.items():
         assert getattr(choose(model, Wanted(1e6, **{field: value})), field) == value
     assert vars(choose(model, Wanted(None, **SIZES))) == SIZES
-
-
-def test_its_own_size_leaves_the_model_as_it_is():
     model = small_model()
     large = inflate(model, model.num_parameters())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), large.parameters(), strict=True))
@@ -144,15 +141,12 @@ def test_tied_embeddings_stay_tied():
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
-def test_the_seed_decides_the_noise_and_torchs_generator_stays():
+def test_the_seed_decides_the_noise_and_the_small_model_and_torchs_generator_stay_as_they_are():
     model = small_model()
     state = torch.get_rng_state()
     first, again, other = (inflate(model, 1e6, seed=seed).model.layers[-1].mlp.up_proj.weight for seed in (1, 1, 2))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(first, again) and not torch.equal(first, other)
-
-
-def test_the_small_model_stays_as_it_is():
     model, same = small_model("qwen2 sliding"), small_model("qwen2 sliding")
     inflate(model, None, **SIZES, dtype=torch.bfloat16)
     assert model.config.to_dict() == same.config.to_dict()

@@ -51,15 +51,12 @@ def test_a_llama_with_a_window_is_the_same_model_within_it(tmp_path):
     assert torch.allclose(windowed(llama)(ids).logits, llama.eval()(ids).logits, atol=1e-6)
 
 
-def test_edits_come_whole_or_in_blocks(edits):
+def test_edits_come_whole_or_in_blocks_and_all_methods_write_them(edits):
     before, after = "a\nb\nc\nd\ne\nf\n", "a\nb\nX\nd\ne\nf\n"
     assert edits.whole_file(before, after) == f"```python\n{after}\n```"
     block = "<<<<<<< SEARCH\nb\nc\nd\n=======\nb\nX\nd\n>>>>>>> REPLACE\n"
     assert edits.search_replace(before, after) == block
     assert edits.search_replace(before, before) == ""
-
-
-def test_all_methods_write_the_edit(edits):
     model = toy_model("llama", vocabulary=VOCABULARY)
     edit = edits.Edit(PROMPT, PROMPT[3:28], ANSWER)
     rows = edits.summary(edits.replayed([edit, edit], lambda: model))

@@ -185,16 +185,13 @@ def test_lines_are_of_one_ngram_length_each():
     assert found.expectation().points == 10 and found.expectation(3).points == 5
 
 
-def test_the_law_is_drawn_for_light_and_dark_pages(tmp_path):
+def test_the_law_is_drawn_with_points_and_lines_for_light_and_dark_pages(tmp_path):
     files = scaling_figure.save_figures(law(), tmp_path)
     assert [file.name for file in files] == ["scaling.svg", "scaling.png"]
     assert [file.read_bytes()[:4] for file in files] == [b"<?xm", b"\x89PNG"]
     svg = files[0].read_text()
     assert f"fill: {LIGHT.paper}" in svg and f"fill:{DARK.paper}" in svg
     assert "<dc:date>" not in svg, "which would differ from day to day"
-
-
-def test_the_picture_shows_points_and_lines():
     figure = scaling_figure.draw(law())
     left, right = figure.axes
     labels = [f"N = {ngram}: 0.{ngram}0 a doubling, R² 1.000" for ngram in (3, 5)]

@@ -130,7 +130,7 @@ def test_mismatches_and_near_ties_are_counted_apart():
     assert kinds == ["fault", "gain", "tie"]
 
 
-def test_the_gain_is_named_before_losses_and_those_before_equal_answers():
+def test_findings_are_the_gain_then_losses_then_equal_answers_and_each_says_against_what():
     found = small()
     slow = replace(found.samples[2], seconds=170.0)
     told = findings(found, summarise(small(samples=[*found.samples[:2], slow, *found.samples[3:]])))
@@ -140,21 +140,12 @@ def test_the_gain_is_named_before_losses_and_those_before_equal_answers():
     assert [finding.kind for finding in told] == ["gain", "loss", "equal"]
     assert "plain" in told[0].text
     assert "fast (0.10 of its speed)" in told[1].text
-
-
-def test_that_nothing_gained_is_said_before_the_single_losses():
     found = small(samples=[*small().samples[:1], sample("fast", "a", 27.0, 26.0, 4, [4] * 4, [2] * 4)])
     told = [finding.text for finding in findings(found, summarise(found))]
     assert told[:-1] == ["No method is faster than hf.", "Slower than hf: fast (0.63 of its speed)."]
-
-
-def test_a_method_slower_than_one_token_a_step_is_told_though_packing_made_it_faster_than_the_reference():
     found = small(samples=[*small().samples[:2], sample("fast", "a", 13.0, 12.0, 4, [4] * 4, [2] * 4)])
     texts = [each.text for each in findings(found, summarise(found)) if each.kind == "loss"]
     assert texts == ["Slower after prefill than one token a step (plain): fast (0.67 of its speed)."]
-
-
-def test_what_was_not_compared_is_not_said_to_be_equal():
     found = small(methods=[HF, PLAIN, replace(FAST, compared=False)])
     told = findings(found, summarise(found))
     assert told[-2].text.startswith("Every answer that was compared equals hf's")
@@ -179,13 +170,10 @@ def test_answers_of_one_token_have_no_steps():
     assert row.decode_rate is row.tokens_per_step is row.fed_per_step is row.library_share is row.identity is None
 
 
-def test_quartiles_are_those_of_the_values():
+def test_quartiles_are_those_of_the_values_and_a_curve_is_straight_between_sizes_and_never_made_up():
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
     assert Spread.of([]) is None
-
-
-def test_a_curve_is_straight_between_sizes_and_never_made_up():
     curve = Curve.of(StepCurve(False, 16, [1, 3, 9], [[2.0, 2.0], [4.0], []]))
     assert curve.relative(2) == pytest.approx(1.5)
     assert curve.sizes == (1, 3)
@@ -213,7 +201,7 @@ def test_a_method_breaks_even_where_its_own_steps_bring_as_much_as_they_take():
     assert (alone.even, alone.kind) == (None, "even")
 
 
-def test_acceptance_is_the_share_of_steps_by_place_and_source():
+def test_acceptance_is_the_share_of_steps_by_place_and_source_and_adds_up_to_tokens_per_step():
     first = replace(small().samples[2], sources=[{"memory": 3, "bonus": 1}, {"bonus": 4}])
     second = replace(small().samples[5], sources=[{"bonus": 1, "text": 1}, {"memory": 1}, {"odd": 1}])
     places = acceptance(small(samples=[first, second]), "fast")
@@ -224,9 +212,6 @@ def test_acceptance_is_the_share_of_steps_by_place_and_source():
     ]
     assert list(places[0]) == ["text", "memory", "bonus"]
     assert acceptance(small(), "hf") == []
-
-
-def test_acceptance_adds_up_to_tokens_per_step():
     found = made_results(prompts=3)
     for method in METHODS[2:]:
         shares = [share for place in acceptance(found, method.name) for share in place.values()]

@@ -62,7 +62,7 @@ def test_a_loss_is_marked_and_red():
     assert "\x1b" not in plain
 
 
-def test_it_says_what_ran_on_what_and_what_was_found():
+def test_it_says_what_ran_on_what_and_what_was_found_and_how_it_was_sampled():
     text = " ".join(printed(RESULTS, 120).split())
     facts = ("AMD EPYC 9654", "2 threads", "bfloat16", "torch 2.13.0", "commit 0123abc", "502M parameters", "greedy")
     assert [fact for fact in facts if fact not in text] == []
@@ -70,9 +70,6 @@ def test_it_says_what_ran_on_what_and_what_was_found():
     assert "Texts differ from hf's by more than rounding explains: 1 of 16 answers of jacobi." in text
     assert "match the measured speed over plain to within 0.0%" in text
     assert text.index("Texts differ") < text.index("The fastest") < text.index("Slower")
-
-
-def test_sampling_is_described():
     settings = replace(RESULTS.settings, temperature=0.7, top_k=50, seeds=[0, 1], repeats=3, ignore_eos=True)
     text = " ".join(printed(replace(RESULTS, settings=settings), 120).split())
     assert "sampled at temperature 0.7, top_k 50, 2 seeds" in text

@@ -121,13 +121,19 @@ def test_talk_beside_other_tasks_is_spec_bench_and_each_task_can_be_chosen(tmp_p
     refused(f"{written(tmp_path / 'g.jsonl', GSM8K)}#math", "'math'", "leave #... away")
 
 
-def test_a_given_format_overrides_the_recognised_one(tmp_path):
+def test_a_given_format_overrides_the_recognised_one_and_settles_what_fits_none_or_several(tmp_path):
     path = written(tmp_path / "some.jsonl", HUMANEVAL)
     assert load(path, format="jsonl").record == results.Workload("some", "jsonl", 1, load(path).record.sha256)
     assert load(path, format="jsonl").items == [Item("1", ["def one():\n"], True)]
     talk = written(tmp_path / "question.jsonl", TALK)
     assert load(talk, format="spec-bench").record.name == "spec-bench"
     assert load(talk).record.name == "mt-bench"
+    path = written(tmp_path / "none.jsonl", {"input": "a"})
+    refused(path, "'input'", "matches no known format", "jsonl: prompt")
+    path = written(tmp_path / "both.jsonl", {**GSM8K, **OWN})
+    refused(path, "fits gsm8k and jsonl", "say which")
+    assert load(path, format="gsm8k").items[0].turns == ["Two and two?"]
+    assert load(path, format="jsonl").items[0].turns == ["Once upon"]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +174,10 @@ def test_blank_lines_and_a_byte_order_mark_do_not_matter_and_only_line_feeds_end
     assert load(path).items[0].turns == ["one\u2028paragraph\x85 or two"]
 
 
-def test_a_file_with_a_number_sign_in_its_name_is_found(tmp_path):
+def test_a_number_sign_may_be_part_of_a_name_and_builtin_is_the_builtin_one_only_as_a_word(tmp_path, monkeypatch):
     path = written(tmp_path / "take#2.jsonl", {"prompt": "a", "category": "x"}, {"prompt": "b", "category": "y"})
     assert load(path).record.name == "take#2"
     assert [item.id for item in load(f"{path}#y").items] == ["2"]
-
-
-def test_builtin_is_the_builtin_one_only_as_a_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "builtin", OWN)
     assert load("builtin").record.format == "builtin"
@@ -250,15 +253,6 @@ def test_an_item_of_an_array_is_named_by_its_number(tmp_path):
     refused(path, "data.json' item 2", "no 'prompt'")
     path.write_text('[{"prompt": "a"}')
     refused(path, "not a JSON array", "fix it")
-
-
-def test_keys_that_fit_no_format_or_several_are_refused_and_a_format_settles_it(tmp_path):
-    path = written(tmp_path / "none.jsonl", {"input": "a"})
-    refused(path, "'input'", "matches no known format", "jsonl: prompt")
-    path = written(tmp_path / "both.jsonl", {**GSM8K, **OWN})
-    refused(path, "fits gsm8k and jsonl", "say which")
-    assert load(path, format="gsm8k").items[0].turns == ["Two and two?"]
-    assert load(path, format="jsonl").items[0].turns == ["Once upon"]
 
 
 def test_arguments_out_of_range_are_refused_before_the_file_is_read():

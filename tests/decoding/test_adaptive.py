@@ -1,7 +1,7 @@
 """The adaptive method's drafter: it feeds trees from a memory and learns from every row."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -20,7 +20,7 @@ from memories import (
     reads_no_places,
     said_of,
 )
-from random_texts import VOCABULARY, depths, path_to, seeds, texts
+from random_texts import VOCABULARY, Follow, depths, follow_of, path_to, seeds, texts
 from reference.tree import parts_of
 
 import lade
@@ -33,8 +33,6 @@ from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.testing import toy_model
-
-Follow = Callable[[Sequence[int]], int]
 
 
 class SetBudget:
@@ -68,13 +66,6 @@ def drafter_of(
     drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, seed=seed), budget, **arguments)
     drafter.begin(prompt, len(prompt))
     return drafter
-
-
-def follow_of(order: int, salt: int, vocabulary: int = VOCABULARY) -> Follow:
-    def follow(text: Sequence[int]) -> int:
-        return hash((salt, *text[-order:])) % vocabulary
-
-    return follow
 
 
 def logits_of(tree: TokenTree, text: list[int], follow: Follow, vocabulary: int = VOCABULARY) -> torch.Tensor:
@@ -268,8 +259,6 @@ def test_threads_may_draft_from_one_memory():
         assert list(pool.map(work, range(4))) == [None] * 4
     assert np.isfinite(memory.weights).all()
 
-
-# ------------------------------------------------------------------------------------------------- through `generate`
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 

@@ -104,7 +104,7 @@ def test_trees_get_smaller_before_drafting_rests():
     assert fed[0] > 4 and set(fed[10:]) <= {2, 3} and sizes[100:].count(1) > 80
 
 
-def test_a_bad_text_does_not_silence_the_next():
+def test_a_bad_text_does_not_silence_the_next_and_a_good_one_licenses_nothing():
     state, cost = ControllerState(), cost_of(USUAL)
     for length in (128, 512):
         bad = begun(cost, state)
@@ -114,9 +114,6 @@ def test_a_bad_text_does_not_silence_the_next():
         assert not good.exhausted
         sizes, lost = run(good, cost, 128, chain(0.8))
         assert lost < -60 and sum(size > 1 for size in sizes) > 60
-
-
-def test_a_good_text_licenses_nothing():
     cost, state = cost_of(USUAL), ControllerState()
     run(begun(cost, state), cost, 500, chain(0.8))
     spoilt = begun(cost, state)

@@ -41,8 +41,11 @@ def decided(*found: Sequence[float], emitted: Sequence[int] | None = None) -> in
     return deciding(*found, emitted=emitted).choose(range(100))
 
 
-def test_the_yield_of_the_mean_row_decides():
+def test_the_yield_of_the_mean_row_decides_or_of_the_slowest_where_a_call_waits_for_all():
     assert decided(SURE, SURE, SURE) == decided(SURE) > decided(SURE, *[NOTHING] * 7)
+    emitted = (None, [9] * 8, [9, *[40] * 7], [40, *[9] * 7])
+    mean, together, slow, fast = (decided(SURE, *[NOTHING] * 7, emitted=each) for each in emitted)
+    assert mean == together and fast <= mean < slow == decided(SURE)
 
 
 EMITTED = st.lists(st.integers(0, 3000), min_size=1, max_size=64)
@@ -66,12 +69,6 @@ def test_a_token_of_any_row_is_progress_and_most_so_of_the_slowest(emitted: list
 
     assert 0.0 <= brought(place) <= brought(slowest) + 1e-9
     assert common_progress([count + 5 for count in emitted]) == pytest.approx(common_progress(emitted) + 5)
-
-
-def test_where_a_call_waits_for_all_the_slowest_row_decides():
-    emitted = (None, [9] * 8, [9, *[40] * 7], [40, *[9] * 7])
-    mean, together, slow, fast = (decided(SURE, *[NOTHING] * 7, emitted=each) for each in emitted)
-    assert mean == together and fast <= mean < slow == decided(SURE)
 
 
 def test_a_row_feeds_no_more_than_it_has_found():

@@ -45,9 +45,6 @@ def known(young: Ints, old: Ints, text: list[int]) -> tuple[list, list]:
     return [unpacked(row) for row in rows[:found]], [unpacked(row) for row in rows[TEXT : TEXT + heard]]
 
 
-# --------------------------------------------------------------------------------------------------------------- keys
-
-
 def test_contexts_that_differ_have_different_keys():
     """Neighbouring tokens, at any place; few and many."""
     texts = [[token] for token in range(5000)]
@@ -73,9 +70,6 @@ def test_keys_are_spread_over_the_table():
     ways = [(slot - home) % size for slot, home in enumerate(homes) if young[slot, 0]]
     assert len(ways) == len(texts)
     assert np.mean(ways) < 3 and max(ways) < 80  # 1 is what theory says of the mean
-
-
-# ------------------------------------------------------------------------------------------------------------- tables
 
 
 @pytest.mark.parametrize("high", (-1, 0, 1, 2**31 - 1, -(2**31)))
@@ -167,9 +161,6 @@ def test_tables_behave_as_two_dictionaries_do(batches, slots, data):
         assert tables.count_missing(old, young) == len(reference.old.keys() - reference.rows.keys())
     for text in [*seen, data.draw(st.lists(token, max_size=9))]:
         assert known(young, old, text) == reference.known(text)
-
-
-# ----------------------------------------------------------------------------------------------------------- contexts
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20), st.data())

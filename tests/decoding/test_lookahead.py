@@ -167,24 +167,18 @@ def row_of(prompt: list[int], first: int, **fields: object) -> Row:
     return row
 
 
-def test_the_prompts_ngrams_are_guesses_from_the_first_step_unless_they_are_kept_out():
+def test_a_row_drafts_the_prompts_ngrams_and_accepted_text_and_grows_a_window_under_the_current_token():
     row = row_of([1, 2, 3, 1], 2)
     assert row.drafter.pool.lookup(1) == [((2, 3), "prompt")]
     tree = row.drafter.draft(row.tokens, None).tree
     assert tree.ids == [2, 3, 1] and set(tree.sources[1:]) == {"prompt"}
     assert len(row_of([1, 2, 3, 1], 2, prompt_ngrams=False).drafter.pool) == 0
-
-
-def test_accepted_text_is_learned_across_the_border_of_steps():
     row = row_of([1, 2], 3)
     assert row.drafter.pool.lookup(1) == [((2, 3), "text")]
     draft = row.drafter.draft(row.tokens, None)
     verdict = walk(draft.tree, [4].__getitem__, row.emit)
     row.drafter.learn(row.tokens, draft, Readout([4]), verdict)
     assert row.drafter.pool.lookup(2) == [((3, 4), "text")]
-
-
-def test_the_window_grows_under_the_current_token():
     row = row_of([5, 6, 7], 8, window=2)
     tree = row.drafter.draft(row.tokens, None).tree
     assert tree.ids[0] == 8 and "window" in tree.sources

@@ -210,11 +210,15 @@ def test_blanks_in_the_header_count_too(path):
     refused(path, good() + b"\0", "checksum")
 
 
-def test_what_never_was_a_memory(path):
+def test_what_never_was_a_memory_or_cannot_be_read(path, tmp_path):
     for content in (b"", b"\0" * 8, b"\0" * 100, b"\xff" * 100, b"texts", b"[" * 10_000, b"\5" + b"\0" * 7 + b"[1,2]"):
         refused(path, content)
     refused(path, container.save({"x": np.zeros(3)}), "not a memory file", "lade.memory")
     refused(path, container.save({"x": np.zeros(3)}, {"format": "pt"}), "not a memory file")
+    with pytest.raises(InputError, match=r"none.*No such file.*lade warm"):
+        Memory.load(tmp_path / "none")
+    with pytest.raises(InputError, match="directory"):
+        Memory.load(tmp_path)
 
 
 def rewritten(change):
@@ -313,13 +317,6 @@ def test_rows_that_nobody_would_have_written_do_no_harm(path):
     assert torch.equal(ours, model.generate(ids, max_new_tokens=20))
 
 
-def test_paths_that_cannot_be_read(tmp_path):
-    with pytest.raises(InputError, match=r"none.*No such file.*lade warm"):
-        Memory.load(tmp_path / "none")
-    with pytest.raises(InputError, match="directory"):
-        Memory.load(tmp_path)
-
-
 # The tokenizer
 
 
@@ -385,19 +382,25 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(path, monkeypatch,
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_paths_that_cannot_be_written(tmp_path):
+def test_paths_that_cannot_be_written_and_that_is_known_before_there_is_anything(tmp_path):
     memory = filled()
     with pytest.raises(InputError, match="regular file"):
         memory.save(tmp_path)
     with pytest.raises(InputError, match=r"no/folder.*No such file"):
         memory.save(tmp_path / "no" / "folder", ONE)
     assert memory.fingerprint is None, "it is not tied to the tokenizer"
-    (tmp_path / "file").write_text("")
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"as it was")
     with pytest.raises(InputError):
-        memory.save(tmp_path / "file" / "m")
-    assert os.listdir(tmp_path) == ["file"]
+        memory.save(kept / "m")
     with pytest.raises(LadeError):
         memory.save("/dev/null")
+    memory_file.check(kept)
+    memory_file.check(tmp_path / "new")
+    assert os.listdir(tmp_path) == ["kept"] and kept.read_bytes() == b"as it was"
+    for path in (tmp_path / "no" / "folder", kept / "below", tmp_path):
+        with pytest.raises(InputError, match="cannot be written: "):
+            memory_file.check(path)
 
 
 def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_permissions(path, tmp_path):
@@ -457,14 +460,3 @@ def test_what_is_no_name_of_a_file_is_told_so(name):
     for act in (Memory().save, Memory.load, memory_file.check):
         with pytest.raises(InputError, match=re.escape(f"memory file {name!r} cannot be ") + ".*give another one"):
             act(name)
-
-
-def test_where_nothing_can_be_written_is_known_before_there_is_anything(tmp_path):
-    kept = tmp_path / "kept"
-    kept.write_bytes(b"as it was")
-    memory_file.check(kept)
-    memory_file.check(tmp_path / "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.read_bytes() == b"as it was"
-    for path in (tmp_path / "no" / "folder", kept / "below", tmp_path):
-        with pytest.raises(InputError, match="cannot be written: "):
-            memory_file.check(path)

@@ -93,16 +93,13 @@ def test_tokens_are_rows_that_are_sure_of_them_where_no_logits_come():
         assert len(of_logits) == 2
 
 
-def test_requests_of_one_call_are_drafted_each_within_its_budget():
+def test_requests_of_one_call_are_drafted_each_within_its_budget_and_never_what_is_excluded():
     mine = drafter()
     for name in "abc":
         mine.begin(name, [1, 2, 3] * 5)
     drafts = mine.propose(["c", "a", "b"], [0, 2, 5])
     assert [len(draft) for draft in drafts] == [0, 2, 5]
     assert [len(draft) for draft in mine.propose(["a", "b"], 3)] == [3, 3]
-
-
-def test_what_is_excluded_or_beyond_the_vocabulary_is_never_drafted():
     mine = drafter(excluded=[3])
     mine.begin("a", [1, 2, 3] * 5)
     mine.begin("b", [2, 3, 1] * 5)

@@ -81,15 +81,12 @@ def test_trees_and_masks_are_those_of_the_project(plugin):
     np.testing.assert_array_equal(masks[1, : 1 + len(other), : 1 + len(other)], other.mask())
 
 
-def test_a_breadth_of_one_gives_chains(plugin):
+def test_a_breadth_of_one_gives_chains_and_a_short_tree_is_padded_as_sglang_pads_its_own(plugin):
     one = worker(plugin, breadth=1)
     stand_in.serve(one, asked(), 30)
     prompt = asked()["r0"]
     _, mask = one.ngram_corpus.batch_get(["again"], [prompt[-18:]], [len(prompt)])
     np.testing.assert_array_equal(mask.reshape(NODES, NODES), np.tri(NODES, dtype=np.int64))
-
-
-def test_a_tree_that_is_short_is_padded_as_sglang_pads_its_own(plugin):
     corpus = plugin.Corpus(100, [], 5)
     ids, masks = corpus.batch_get(["a"], [[3]], [1])
     assert ids.tolist() == [3, 0, 0, 0, 0]

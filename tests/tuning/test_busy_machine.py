@@ -12,9 +12,7 @@ from made_clock import MadeClock
 from lade import LookaheadConfig, Stats
 from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.controller import ControllerState
-from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.tree import TokenTree
 from lade_lab.fakes import FunctionRunner
 
 TURN_S, OTHERS_S = 3e-3, 15e-3
@@ -63,13 +61,6 @@ def test_waiting_for_a_processor_does_not_make_guesses_look_cheap():
     assert stats.decode_s > 3 * plain_s, "what is reported has the waiting in it"
 
 
-class Root(Drafter):
-    """Feeds roots alone."""
-
-    def draft(self, context, max_depth):
-        return Draft(TokenTree(context[-1], max_depth))
-
-
 class Told:
     """A budget that remembers what it is told of steps."""
 
@@ -85,6 +76,6 @@ class Told:
 
 def test_passes_and_the_librarys_own_time_are_told_without_the_waiting():
     told = Told()
-    written([1, 2, 3], LENGTH, Root(), BusyRunner(), told)
+    written([1, 2, 3], LENGTH, drafter_for(LookaheadConfig(0, 2, 0)), BusyRunner(), told)  # feeds roots alone
     plain_s = 1e-3 * PASSES_MS[1]
     assert told.seconds == [(pytest.approx(plain_s + OWN_S), pytest.approx(plain_s))] * (LENGTH - 4)

@@ -53,13 +53,6 @@ def test_what_was_saved_is_loaded(folder):
     assert list(folder.iterdir()) == [path]
 
 
-def test_a_file_that_does_not_say_when_it_was_saved_is_too_old(caplog):
-    save(KEY, curve())
-    path = RECORDS.path_of(KEY)
-    path.write_text(path.read_text().replace("saved_at", "noted_at"))
-    assert load(KEY) is None and not caplog.records
-
-
 @pytest.mark.parametrize(
     "change", [{"torch": "2.14"}, {"threads": 1}, {"shape": {"layers": 4, "heads": None}}, {"batch": 1}], ids=str
 )
@@ -115,11 +108,15 @@ def test_a_folder_in_the_place_of_the_file_and_a_file_in_that_of_the_folder_are_
     assert "cannot be saved" in caplog.text and "folder" in caplog.text
 
 
-def test_a_curve_is_measured_again_after_a_month(days):
+def test_a_curve_is_measured_again_after_a_month_or_if_its_file_does_not_say_when_it_was_saved(days, caplog):
     save(KEY, curve())
     for later, is_used in ((29, True), (31, False), (-31, False)):  # a clock that was wrong then or is now
         days.append(later)
         assert (load(KEY) is not None) == is_used
+    save(KEY, curve())
+    path = RECORDS.path_of(KEY)
+    path.write_text(path.read_text().replace("saved_at", "noted_at"))
+    assert load(KEY) is None and not caplog.records
 
 
 def test_a_curve_is_replaced_as_a_whole(folder, monkeypatch):

@@ -36,13 +36,18 @@ def measured(noise=()):
     return cost
 
 
-def test_nine_tokens_cost_what_sixteen_cost():
+def test_nine_tokens_cost_what_sixteen_cost_and_padding_can_be_taken_back():
     cost = measured()
     for size in range(1, 129):
         assert cost.seconds(size) == pytest.approx(true_cost(size)), size
     assert cost.seconds(256) > cost.seconds(128)
     slow = measured([(2, 3.0), (4, 3.0)])
     assert slow.table == cost.table, "sizes between do not count, whatever was measured of them"
+    cost, plain = measured(), StepCost.of({size: [true_cost(size)] * 3 for size in SIZES})
+    assert cost.table != plain.table
+    cost.pad_to(())
+    assert cost.table == plain.table and cost.corners == plain.corners
+    assert StepCost.from_json(measured().to_json()).table == plain.table
 
 
 @pytest.mark.parametrize("noise", [[], [(2, 0.9), (4, 1.2)], [(4, 0.5)], [(16, 1.3)]])
@@ -62,14 +67,6 @@ def test_a_pass_of_nine_tokens_says_what_sixteen_cost():
         cost.refresh()
         tables.append(cost.table)
     assert tables[0] == tables[1] and tables[0][16] == tables[0][9] > 1.3 * measured().table[16]
-
-
-def test_padding_can_be_taken_back():
-    cost, plain = measured(), StepCost.of({size: [true_cost(size)] * 3 for size in SIZES})
-    assert cost.table != plain.table
-    cost.pad_to(())
-    assert cost.table == plain.table and cost.corners == plain.corners
-    assert StepCost.from_json(measured().to_json()).table == plain.table
 
 
 @pytest.mark.parametrize("sizes", [(1, 5), (8, 16), (8, 1), (1, 1)])
@@ -110,12 +107,15 @@ def test_captures_do_not_count_as_passes(batch, monkeypatch):
     assert entry.idle, "who is gone needs no buffers"
 
 
-def test_a_profile_of_graphs_is_one_of_stairs(own_cache):
+def test_a_profile_of_graphs_is_one_of_stairs_and_who_has_measured_gives_back_what_it_took(own_cache):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     cost = profile.step_cost_for(model, runner)
     assert cost.table[9] == cost.table[16] and key_of(model, runner)["runner"] == "GraphRunner"
     assert profile.step_cost_for(model, runner) is cost
+    runner = runner_of(toy_model(vocabulary=300))
+    measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
+    assert [entry.owner for entry in buffers_in(runner._pool)] == [None]
 
 
 @pytest.mark.slow
@@ -133,9 +133,3 @@ def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monk
     failing(monkeypatch, EagerRunner, "forward", torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError):
         profile.step_cost_for(model, runner.eager(), batch=2)
-
-
-def test_who_has_measured_gives_back_what_it_took():
-    runner = runner_of(toy_model(vocabulary=300))
-    measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
-    assert [entry.owner for entry in buffers_in(runner._pool)] == [None]

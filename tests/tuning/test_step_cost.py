@@ -165,13 +165,22 @@ def test_what_is_only_observed_costs_nothing_before_it_was():
     assert cost.seconds(8) == pytest.approx(16e-3) and cost.seconds(1) == pytest.approx(9e-3)
 
 
-def test_between_measured_sizes_the_curve_is_straight_and_beyond_it_goes_on():
+def test_between_measured_sizes_the_curve_is_straight_beyond_it_goes_on_and_of_many_passes_a_fast_one_counts():
     cost = StepCost.of({1: [1.0], 16: [1.0, 9.0], 32: [2.0]})
     assert [cost.seconds(size) for size in (1, 5, 16, 24, 32)] == pytest.approx([1.0, 1.0, 1.0, 1.5, 2.0])
     assert cost.seconds(64) == pytest.approx(4.0)
     assert cost.seconds(320) == pytest.approx(20.0)
     assert [cost.marginals[size] for size in (1, 15, 16, 31, 32, 256)] == pytest.approx([0, 0] + [1 / 16] * 4)
     assert cost.corners[:2] == [1, 16]
+    slow_machine = [3.0, 1.1, 1.0, 50.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    assert StepCost.of({1: slow_machine}).seconds(1) == 1.1
+    assert StepCost.of({1: [7.0, 2.0]}).seconds(1) == 2.0
+    cost = StepCost.of({1: [1.0], 4: [3.0], 8: [2.0]})
+    assert cost.seconds(4) == cost.seconds(8)
+    assert 2.0 < cost.seconds(8) < 3.0
+    for size in (0, -3):
+        with pytest.raises(ValueError, match=rf"size={size} is not valid"):
+            measured().seconds(size)
 
 
 @pytest.mark.parametrize("heights", [FLAT, {1: [1.0], 64: [1.001], 256: [100.0]}])
@@ -187,18 +196,6 @@ def test_passes_beyond_the_last_knot_move_the_curve():
     before = curve.table[512]
     watched(curve, [(1, 1.0), (300, 2.0)] * 10)
     assert curve.table[512] > 1.2 * before
-
-
-def test_of_many_passes_one_of_the_fastest_counts():
-    slow_machine = [3.0, 1.1, 1.0, 50.0, 3.0, 3.0, 3.0, 3.0, 3.0]
-    assert StepCost.of({1: slow_machine}).seconds(1) == 1.1
-    assert StepCost.of({1: [7.0, 2.0]}).seconds(1) == 2.0
-
-
-def test_a_size_that_costs_less_than_a_smaller_one_is_read_as_their_mean():
-    cost = StepCost.of({1: [1.0], 4: [3.0], 8: [2.0]})
-    assert cost.seconds(4) == cost.seconds(8)
-    assert 2.0 < cost.seconds(8) < 3.0
 
 
 def test_reading_is_refreshed_by_the_time_that_passes_took():
@@ -227,12 +224,6 @@ def test_a_clock_that_went_mad_does_not_count_and_one_that_crawls_leaves_a_curve
     assert cost.change_since(before) < 0.1
     cost = watched(measured(lambda size: 1e-8), [(size, 1e-15) for size in KNOTS] * 300)
     assert StepCost.from_json(cost.to_json()).table == pytest.approx(cost.table)
-
-
-def test_sizes_below_one_are_refused():
-    for size in (0, -3):
-        with pytest.raises(ValueError, match=rf"size={size} is not valid"):
-            measured().seconds(size)
 
 
 @pytest.mark.parametrize("samples", [{}, {1: []}, {1: [1.0], 5: [1.0]}])

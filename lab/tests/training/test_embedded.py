@@ -20,12 +20,9 @@ def model():
     return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32, local_files_only=True)
 
 
-def test_the_weights_are_bf16_and_at_most_16_mb():
+def test_the_weights_are_bf16_and_at_most_16_mb_and_the_ids_are_those_of_the_tokenizer(model, tokenizer):
     assert (model_path() / "model.safetensors").stat().st_size <= MODEL_MAX_BYTES
     assert AutoModelForCausalLM.from_pretrained(model_path(), local_files_only=True).dtype == torch.bfloat16
-
-
-def test_the_ids_of_model_and_tokenizer_agree(model, tokenizer):
     ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     for settings_ in (model.config, model.generation_config):
         assert (settings_.bos_token_id, settings_.eos_token_id, settings_.pad_token_id) == ids

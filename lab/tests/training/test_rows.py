@@ -5,14 +5,11 @@ from training.batch_order import RowOrder
 from training.tokens import BOS_ID
 
 
-def test_the_order_depends_on_the_seed_alone(corpus):
+def test_the_order_depends_on_the_seed_alone_and_not_on_how_rows_are_batched(corpus):
     one, other = RowOrder(corpus, 16, seed=5), RowOrder(corpus, 16, seed=5)
     other.batch(3 * other.rows_per_epoch, 1)  # a later epoch first: nothing is carried over
     assert torch.equal(one.batch(0, 9), other.batch(0, 9))
     assert not torch.equal(one.batch(0, 9), RowOrder(corpus, 16, seed=6).batch(0, 9))
-
-
-def test_rows_read_one_by_one_are_the_rows_read_in_batches(corpus):
     order = RowOrder(corpus, 16, seed=1)
     last = order.rows_per_epoch + 4  # over the epoch's end
     single = [order.batch(number, 1) for number in range(last)]
