@@ -28,18 +28,12 @@ def test_sizes_mean_the_papers_method(sizes):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"budget": 0}, "budget"),
-        ({"budget": True}, "budget"),
-        ({"budget": 8, "window": 3}, "budget"),
-        ({"budget": 8, "adaptive": False}, "budget"),
-        ({"memory": {}}, "memory"),
-        ({"memory": Memory(), "guesses": 7}, "memory"),
-        ({"adaptive": 1}, "adaptive"),
-        ({"adaptive": True, "window": 8}, "window"),
-        ({"adaptive": True, "ngram": 3}, "ngram"),
+        ({"budget": 8, "window": 3}, "budget"), ({"budget": 8, "adaptive": False}, "budget"),
+        ({"memory": {}}, "memory"), ({"memory": Memory(), "guesses": 7}, "memory"), ({"adaptive": 1}, "adaptive"),
+        ({"adaptive": True, "window": 8}, "window"), ({"adaptive": True, "ngram": 3}, "ngram"),
         ({"adaptive": True, "guesses": 0}, "guesses"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_refused(fields, named):
     with pytest.raises(ConfigError, match=f"^{named}=") as caught:
         LookaheadConfig(**fields)
@@ -49,20 +43,11 @@ def test_contradictions_are_refused(fields, named):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("window", -1),
-        ("window", 257),
-        ("ngram", 33),
-        ("guesses", 10**30),
-        ("budget", 1025),
-        ("window", 2.5),
-        ("window", True),
-        ("ngram", 1),
-        ("guesses", -3),
-        ("guesses", "7"),
-        ("seed", -1),
-        ("prompt_ngrams", 1),
+        ("window", -1), ("window", 257), ("window", 2.5), ("window", True), ("ngram", 1), ("ngram", 33),
+        ("guesses", -3), ("guesses", 10**30), ("guesses", "7"), ("budget", 0), ("budget", 1025), ("budget", True),
+        ("seed", -1), ("prompt_ngrams", 1),
     ],
-)
+)  # fmt: skip
 def test_an_error_names_field_value_and_remedy(field, value):
     with pytest.raises(ConfigError, match=rf"^{field}={value!r} is not valid: give ") as caught:
         LookaheadConfig(**{field: value})

@@ -157,19 +157,16 @@ def test_every_benchmark_has_a_page_that_shows_it_and_says_its_command(scripts):
         assert ("--models FOLDER --data FOLDER" in command) == bool(benchmark.model)
 
 
-def test_links_lead_somewhere():
+def test_links_lead_somewhere_and_results_say_nothing_of_the_folders_of_a_machine():
     for page in FOLDER.rglob("README.md"):
         for link in re.findall(r'\]\(([^)#]+)\)|(?:src|srcset)="([^"]+)"', page.read_text("utf-8")):
             target = link[0] or link[1]
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
-
-
-# Results
-
-
-def test_results_say_nothing_of_the_folders_of_a_machine():
     for file in (*FOLDER.rglob("results.json"), *FOLDER.rglob("scaling.json")):
         assert not re.search(r'"(--[\w-]+=)?(/|~|[A-Za-z]:\\)', file.read_text("utf-8")), file
+
+
+# Running
 
 
 def test_commands_are_recorded_without_folders(tmp_path, monkeypatch):
@@ -179,9 +176,6 @@ def test_commands_are_recorded_without_folders(tmp_path, monkeypatch):
     kept = ["org/name", "--limit", "3", "--methods", "lookahead=15,5,15,adaptive", "nowhere/new", "1e9", ".", "/"]
     shortened = ["lade", "bench", "--model", "model", "--out=c", "-w", "p.jsonl#story", "z", "here"]
     assert command_line([*given, "in/here", *kept]) == [*shortened, *kept]
-
-
-# Running
 
 
 def test_the_commands_are_valid(scripts, tmp_path):

@@ -30,14 +30,10 @@ def test_the_first_difference(expected, found, place):
 @pytest.mark.parametrize(
     ("size", "dtype", "unit"),
     [
-        (1.0, torch.bfloat16, 2.0**-7),
-        (1.99, torch.bfloat16, 2.0**-7),
-        (16.0, torch.bfloat16, 2.0**-3),
-        (16.0, torch.float16, 2.0**-6),
-        (5.0, torch.float32, 2.0**-21),
-        (0.25, torch.float64, 2.0**-54),
+        (1.0, torch.bfloat16, 2.0**-7), (1.99, torch.bfloat16, 2.0**-7), (16.0, torch.bfloat16, 2.0**-3),
+        (16.0, torch.float16, 2.0**-6), (5.0, torch.float32, 2.0**-21), (0.25, torch.float64, 2.0**-54),
     ],
-)
+)  # fmt: skip
 def test_a_unit_in_the_last_place(size, dtype, unit):
     assert unit_of(size, dtype) == unit
     assert torch.tensor(size, dtype=dtype).double() + unit == (torch.tensor(size, dtype=dtype) + unit).double()
@@ -75,14 +71,10 @@ def test_a_text_that_ends_early_is_no_near_tie():
 @pytest.mark.parametrize(
     ("dtype", "ulps", "near"),
     [
-        (torch.bfloat16, 0, True),
-        (torch.bfloat16, 8, True),
-        (torch.bfloat16, 9, False),
-        (torch.float16, 9, False),
-        (torch.float32, 64, True),
-        (torch.float32, 66, False),
+        (torch.bfloat16, 0, True), (torch.bfloat16, 8, True), (torch.bfloat16, 9, False),
+        (torch.float16, 9, False), (torch.float32, 64, True), (torch.float32, 66, False),
     ],
-)
+)  # fmt: skip
 def test_rounding_explains_so_many_units(dtype, ulps, near, monkeypatch):
     """The head's scores are set by hand: two tokens so many units apart, at scores between 4 and 8."""
     toy = models(dtype=dtype)

@@ -49,13 +49,10 @@ def compare(tmp_path):
     return run
 
 
-def test_nothing_got_slower(compare):
+def test_whether_something_got_slower_is_said_and_is_the_exit_code(compare):
     result = compare(results(), results())
     assert result.exit_code == 0, result.output
     assert "nothing got slower by more than 3 % beyond noise" in result.stdout and result.stderr == ""
-
-
-def test_something_got_slower(compare):
     result = compare(results(), results(adaptive=1.25))
     assert result.exit_code == 1
     (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith("adaptive")]
