@@ -55,6 +55,7 @@ def examples():
 
 
 EXAMPLES = {test.name: test for test in examples()}
+assert {"lade.hf.generate.generate", "lade.testing", "lade.config.LookaheadConfig"} <= EXAMPLES.keys()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,3 @@ def test_the_example_runs(name, names, capsys):
     runner, report = doctest.DocTestRunner(Shown(), optionflags=FLAGS), []
     runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
-
-
-def test_there_are_examples():
-    assert {"lade.hf.generate.generate", "lade.testing", "lade.config.LookaheadConfig"} <= set(EXAMPLES)

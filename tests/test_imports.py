@@ -102,15 +102,12 @@ def test_the_server_and_the_shell_are_clients_of_the_library(layer):
     found: dict[str, set[str]] = {}
     for path in (path for path in MODULES if layer_of(path) == layer):
         for node in ast.walk(ast.parse(path.read_text())):
-            home = (getattr(node, "module", None) or "").removeprefix("lade.")
-            if (
-                not isinstance(node, ast.ImportFrom)
-                or home == node.module
-                or home.split(".")[0] in (layer, *OPEN.split())
-            ):
+            module = getattr(node, "module", None) or ""  # of `from ... import ...` alone
+            home = module.removeprefix("lade.")
+            if home == module or home.split(".")[0] in (layer, *OPEN.split()):
                 continue
             for alias in node.names:
-                if alias.name not in lade.__all__ or f"{node.module}.{alias.name}" in NAMES:
+                if alias.name not in lade.__all__ or f"{module}.{alias.name}" in NAMES:
                     found.setdefault(home, set()).add(alias.name)
     assert found == {home: set(names.split()) for home, names in INNER[layer].items()}
 

@@ -100,13 +100,9 @@ def both():
         yield
 
 
-def some_row(rng):
-    tokens = rng.permutation(12)[: rng.integers(0, WIDTH + 1)]
-    return {int(token): int(rng.integers(0, 256)) for token in tokens}
-
-
 def some_rows(rng, count):
-    return rows_of([some_row(rng) for _ in range(count)])
+    tokens = [rng.permutation(12)[: rng.integers(0, WIDTH + 1)] for _ in range(count)]
+    return rows_of([{int(token): int(rng.integers(0, 256)) for token in row} for row in tokens])
 
 
 def predict(grower, rng):

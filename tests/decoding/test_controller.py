@@ -51,10 +51,6 @@ def run(controller, cost, steps, accept, *, own_s=0.0, noise=lambda size: (1.0, 
     return sizes, lost
 
 
-def none(size, luck):
-    return []
-
-
 def chain(share):
     """The likeliest node of each doubling comes true so often, if the one before did."""
 
@@ -66,6 +62,9 @@ def chain(share):
         return accepted
 
     return accept
+
+
+NOTHING = chain(0.0)
 
 
 def test_where_passes_are_flat_it_feeds_many_and_where_they_are_steep_few():
@@ -83,7 +82,7 @@ def test_a_step_that_feeds_many_tells_about_fewer():
     run(begun(cost, state), cost, 400, chain(0.7))
     assert state.curve.gains[:5] == pytest.approx([0.7**n for n in range(1, 6)], abs=0.1)
     small = Controller(cost_of(STEEP), state)
-    few, _ = run(small, cost_of(STEEP), 1, none)
+    few, _ = run(small, cost_of(STEEP), 1, NOTHING)
     assert 1 <= few[0] <= 8
 
 
@@ -92,14 +91,14 @@ def test_a_step_that_feeds_many_tells_about_fewer():
 def test_a_text_loses_no_more_than_its_allowance(heights, length):
     """In plain steps; the library's own time is not known at first."""
     cost = cost_of(heights)
-    _, lost = run(begun(cost), cost, length, none, own_s=0.2 * PLAIN_S)
+    _, lost = run(begun(cost), cost, length, NOTHING, own_s=0.2 * PLAIN_S)
     assert lost < ALLOWANCE + ALLOWED_SHARE * length + 0.2 * RECENT
 
 
 def test_trees_get_smaller_before_drafting_rests():
     """While the share grows, what can be lost pays for small trees."""
     cost = cost_of(USUAL)
-    sizes, _ = run(begun(cost), cost, 200, none)
+    sizes, _ = run(begun(cost), cost, 200, NOTHING)
     fed = [size for size in sizes if size > 1]
     assert fed[0] > 4 and set(fed[10:]) <= {2, 3} and sizes[100:].count(1) > 80
 
@@ -108,7 +107,7 @@ def test_a_bad_text_does_not_silence_the_next_and_a_good_one_licenses_nothing():
     state, cost = ControllerState(), cost_of(USUAL)
     for length in (128, 512):
         bad = begun(cost, state)
-        _, lost = run(bad, cost, length, none)
+        _, lost = run(bad, cost, length, NOTHING)
         assert lost > ALLOWANCE + 0.01 * length
         good = begun(cost, state)
         assert not good.exhausted
@@ -118,7 +117,7 @@ def test_a_bad_text_does_not_silence_the_next_and_a_good_one_licenses_nothing():
     run(begun(cost, state), cost, 500, chain(0.8))
     spoilt = begun(cost, state)
     run(spoilt, cost, 60, chain(0.8))
-    _, lost = run(spoilt, cost, 60, none)
+    _, lost = run(spoilt, cost, 60, NOTHING)
     assert lost < ALLOWANCE + ALLOWED_SHARE * 400 + 3
 
 
@@ -161,7 +160,7 @@ def test_own_time_is_a_median_and_stands_garbage_collection():
     assert sizes[0] == sizes[1] > 1
 
 
-def test_own_time_of_plain_steps_counts_from_the_second_on():
+def test_own_time_of_plain_steps_counts_from_the_second_on_and_what_grows_with_the_tree_keeps_it_small():
     """Passes on a GPU are seldom plain, and what they are compared with must not look faster than it is."""
     cost = cost_of({1: 1.0, 2: 2.0, 128: 128.0})  # so the rate is that of plain decoding
     controller = Controller(cost)
@@ -170,9 +169,6 @@ def test_own_time_of_plain_steps_counts_from_the_second_on():
         assert controller.skip_drafting()
         controller.observe(1, 1, 2 * PLAIN_S, PLAIN_S)
     assert controller.rate == pytest.approx(1 / (2 * PLAIN_S), rel=0.01)
-
-
-def test_own_time_that_grows_with_the_tree_keeps_it_small():
     sizes = []
     for own_s in (0.0, PLAIN_S):
         cost = cost_of(FLAT)

@@ -149,17 +149,12 @@ def dear_looks(budget: Controller, steps: int, *, accepted: bool) -> tuple[int, 
     return looks, seconds / (tokens * PLAIN_S)
 
 
-def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring():
+def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring_and_finds_out_when_they_pay_again():
     """In the next call, too."""
     state = ControllerState()
     dear_looks(Controller(cheap_cost(), state), 200, accepted=False)
     looks, took = dear_looks(Controller(cheap_cost(), state), 800, accepted=False)
     assert 1 < looks < 80 and took < 1.03
-
-
-def test_a_batch_finds_out_when_looks_pay_again():
-    state = ControllerState()
-    dear_looks(Controller(cheap_cost(), state), 400, accepted=False)
     looks, took = dear_looks(Controller(cheap_cost(), state), 1000, accepted=True)
     assert looks > 800 and took < 0.9
 

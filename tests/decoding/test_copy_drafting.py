@@ -82,7 +82,7 @@ def test_a_chain_ends_before_what_is_never_guessed_and_has_a_greatest_length():
     assert Prediction([]).guesses([1, 7]) == []
 
 
-def test_likelihoods_are_those_of_late():
+def test_likelihoods_are_those_of_late_and_short_matches_are_doubted_from_the_first_miss_to_a_long_match():
     agreement = Agreement()
     assert agreement.probability(0) < agreement.probability(1) < agreement.probability(8) < agreement.probability(99)
     for hit, bound in ((True, 0.95), (False, 0.3)):
@@ -90,9 +90,6 @@ def test_likelihoods_are_those_of_late():
             agreement.learn(5, hit)
         assert (agreement.probability(5) > bound) is hit
     assert agreement.probability(4) == agreement.probability(7) != agreement.probability(8)
-
-
-def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_seen():
     agreement, hopeful = DoubtedAgreement(), Agreement()
     short = range(4)
     assert [agreement.probability(length) for length in short] == [hopeful.probability(length) for length in short]

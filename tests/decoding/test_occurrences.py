@@ -231,15 +231,12 @@ def proposed(growth: NativeTree, memory: Memory, text: list[int]) -> list[list[i
     return [list(path) for path in growth.paths(len(growth.grow(memory.bound, text, [(4, 0.0)])))[1:]]
 
 
-def test_what_was_said_at_a_rejected_token_is_proposed_at_its_place():
+def test_what_was_said_at_a_rejected_token_is_proposed_at_its_place_and_counts_more_at_the_same_token():
     growth = NativeTree()
     step(growth, Memory(), BEFORE, [7], [8, 9])  # 7 was guessed, 8 was right; behind 7 the model said 9
     assert proposed(growth, Memory(), [*BEFORE, 8]) == [[9]]
     assert proposed(NativeTree(), Memory(), [*BEFORE, 8]) == []
     assert proposed(growth, Memory(), [*BEFORE, 8, 5]) == [], "another place"
-
-
-def test_what_was_said_at_the_same_token_there_counts_for_more():
     growth = NativeTree()
     step(growth, Memory(), BEFORE, [7, 4], [8, 5, 6])
     step(growth, Memory(), BEFORE, [8, 4], [8, 9, 6])

@@ -44,7 +44,7 @@ def test_no_node_lies_deeper_than_allowed(pairs, max_depth):
     assert max(grown(pairs, max_depth).depths) <= max_depth
 
 
-def test_guesses_with_a_common_prefix_share_its_nodes_and_what_is_too_deep_is_left_out():
+def test_guesses_with_a_common_prefix_share_its_nodes_what_is_too_deep_is_left_out_and_masks_can_be_read():
     tree = TokenTree(1)
     tree.add_path([2, 3, 4], "pool")
     tree.add_path([2, 3, 5], "prompt")
@@ -56,9 +56,6 @@ def test_guesses_with_a_common_prefix_share_its_nodes_and_what_is_too_deep_is_le
     assert tree.ids == [1, 2]
     assert tree.add(None, 5, "pool") is None
     assert tree.child(ROOT, 3) is None
-
-
-def test_the_mask_can_be_read():
     tree = TokenTree(7)
     tree.add_path([1, 2], "pool")
     tree.add_path([3], "pool")

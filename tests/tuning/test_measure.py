@@ -81,11 +81,17 @@ def test_it_finds_the_cost(busy):
     assert runner.sizes == [*SIZES] * 9, "they take turns"
 
 
-def test_larger_trees_are_measured_where_several_processes_feed_them():
+def test_processes_room_and_vocabulary_bound_the_sizes_and_all_rows_of_a_batch_are_fed():
     runner = KnownRunner(knee)
     runner.parts = 2
     assert measure(runner, budget_s=60.0).seconds(256) == pytest.approx(knee(256))
     assert runner.sizes == [*SIZES, 256] * 9
+    runner = KnownRunner(knee, room=1)
+    cost = measure(runner)
+    assert set(runner.sizes) == {1} and cost.seconds(1) == knee(1)
+    runner = KnownRunner(knee)
+    measure(runner, vocabulary=20, batch=4)
+    assert set(runner.sizes) == {1, 2, 4, 8, 16} and len(runner.rows) == 4
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.1, 1.0, 10.0, 100.0])
@@ -127,15 +133,6 @@ def test_trees_have_branches_and_stay_within_the_positions():
     timer = StepTimer(runner, vocabulary=1000, largest=64, cached=256)
     timer(64)
     assert timer.cached == 33 and runner.depths == [7]
-
-
-def test_room_and_vocabulary_bound_the_sizes_and_all_rows_of_a_batch_are_fed():
-    runner = KnownRunner(knee, room=1)
-    cost = measure(runner)
-    assert set(runner.sizes) == {1} and cost.seconds(1) == knee(1)
-    runner = KnownRunner(knee)
-    measure(runner, vocabulary=20, batch=4)
-    assert set(runner.sizes) == {1, 2, 4, 8, 16} and len(runner.rows) == 4
 
 
 class WatchedRunner(EagerRunner):
