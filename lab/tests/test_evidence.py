@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from bench_toys import EXPERIMENTS, experiment
+from mtp_toys import needs_mtp
 from pretend import no_warm_up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -154,9 +154,7 @@ def test_the_ledger_asks_a_given_model_the_questions_of_a_file(ledger, tmp_path)
         assert subject.tokenizer.decode(subject.prompt(random.Random(0)), skip_special_tokens=True) == "def f(x):"
 
 
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="transformers reads no MTP layers"
-)
+@needs_mtp
 def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick):
     with ExitStack() as stack:
         trained = ledger.Subject("embedded", "float32", *embedded(torch.float32), stack)

@@ -9,15 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_toys import Chatty, Letters, models, workload
-from spies import failing, watched
+from spies import answered, failing, watched
 
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedError
 from lade.memory import Memory
 from lade.stats import Stats
 from lade.testing import toy_model
-from lade_lab.harness import arms as arms_module
-from lade_lab.harness import benchmark
 from lade_lab.harness import experiment as module
 from lade_lab.harness.arms import Completion, Meter, OwnArm, Pass, TransformersArm, digest
 from lade_lab.harness.benchmark import commit_of, prepare
@@ -164,37 +162,16 @@ def test_methods_take_turns_in_coming_first(monkeypatch):
     assert called == [a, b, c, b, c, a, c, a, b, a, b, c, b, c, a], "in the second turn of a conversation too"
 
 
-class Wrong:
-    """Answers as another does, but for one token."""
+def test_a_wrong_answer_is_found_in_each_prompt_and_turn(monkeypatch):
+    def spoil(completion, arm, *_):
+        if arm.method.name == "jacobi":
+            completion.tokens[5] = (completion.tokens[5] + 1) % 48
 
-    memory = None
-
-    def __init__(self, arm, place):
-        self.method, self._arm, self._place = replace(arm.method, name="wrong"), arm, place
-
-    def complete(self, prompt, seed, new_tokens):
-        completion = self._arm.complete(prompt, seed, new_tokens)
-        tokens = list(completion.tokens)
-        tokens[self._place] = (tokens[self._place] + 1) % 48
-        return replace(completion, tokens=tokens)
-
-
-@pytest.fixture
-def with_a_wrong_arm(monkeypatch):
-    original = arms_module.arms_for
-
-    def arms_for(*arguments):
-        arms = original(*arguments)
-        return [*arms, Wrong(arms[-1], 5)]
-
-    monkeypatch.setattr(benchmark, "arms_for", arms_for)
-
-
-def test_a_wrong_answer_is_found_in_each_prompt_and_turn(with_a_wrong_arm):
-    experiment = prepared(["hf,plain"], workloads=[workload(["HELLO", "AND"], ["WORLD"])])
+    answered(monkeypatch, OwnArm, "complete", spoil)
+    experiment = prepared(["hf,plain,jacobi"], workloads=[workload(["HELLO", "AND"], ["WORLD"])])
     results = finished(experiment)
     found = [(m.prompt, m.turn, m.method, m.place) for m in results.mismatches]
-    assert found == [(prompt, turn, "wrong", 5) for prompt, turn in (("p0", 0), ("p0", 1), ("p1", 0))]
+    assert found == [(prompt, turn, "jacobi", 5) for prompt, turn in (("p0", 0), ("p0", 1), ("p1", 0))]
     assert all(m.reference == "hf" and not m.near_tie and m.ulps > 64 for m in results.mismatches)
 
 

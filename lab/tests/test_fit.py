@@ -12,9 +12,8 @@ SIZES = [(ngram, b) for ngram in range(3, 8) for b in (1, 2, 3, 5, 7, 10, 15, 20
 
 def law(alpha, f, noise=0.0, seed=0):
     generator = np.random.default_rng(seed)
-    return [
-        (ngram, b, (f - 1 + expected(alpha, ngram, b)) / f + noise * generator.normal()) for ngram, b in SIZES
-    ]  # fmt: skip
+    rates = ((f - 1 + expected(alpha, ngram, b)) / f + noise * generator.normal() for ngram, b in SIZES)
+    return [(ngram, b, rate) for (ngram, b), rate in zip(SIZES, rates, strict=True)]
 
 
 def test_one_candidate_accepts_as_a_chain():

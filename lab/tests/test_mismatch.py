@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bench_toys import models
+from spies import answered
 
 from lade_lab.harness.arms import Place, arms_for
 from lade_lab.harness.methods import parse_all
@@ -80,14 +81,11 @@ def test_rounding_explains_so_many_units(dtype, ulps, near, monkeypatch):
     toy = models(dtype=dtype)
     scores = torch.full((48,), -1.0)
     scores[10], scores[20] = 4.0 + ulps * unit_of(4.0, dtype), 4.0
-    original = toy.plain.forward
 
-    def forward(*args, **kwargs):
-        output = original(*args, **kwargs)
+    def rescore(output, *_, **__):
         output.logits = scores.to(dtype).expand_as(output.logits)
-        return output
 
-    monkeypatch.setattr(toy.plain, "forward", forward)
+    answered(monkeypatch, toy.plain, "forward", rescore)
     found = Judge(toy.plain, GREEDY, "hf").compare(PLACE, "x", PROMPT, [10, 1], [20, 1])
     assert (found.ulps, found.near_tie) == (ulps, near)
 

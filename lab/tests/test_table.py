@@ -7,6 +7,7 @@ import pytest
 from made_results import METHODS, made_results
 from rich.console import Console
 
+from lade_lab.report.prose import _closely
 from lade_lab.report.table import as_markdown, print_table
 from lade_lab.results import Method
 
@@ -107,7 +108,5 @@ def test_markdown_escapes_names_and_calls_no_text_equal_that_was_not_compared():
 
 
 def test_a_prediction_far_off_is_a_factor_and_no_percentage():
-    from lade_lab.report.prose import _closely
-
     assert _closely(1.81, 0) == "only within a factor of 2.8"
     assert _closely(0.21, 0) == "to within 21%" and _closely(0.0, 1) == "to within 0.0%"

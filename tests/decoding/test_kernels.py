@@ -13,11 +13,9 @@ from lade.decoding.drafting.memory import context_of
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LONGEST, TEXT, WIDTH, Ints
 
-COLUMNS = 2 + WIDTH
-
 
 def table_of(slots: int) -> Ints:
-    return np.zeros((slots, COLUMNS), np.int32)
+    return np.zeros((slots, 2 + WIDTH), np.int32)
 
 
 def taken(table: Ints) -> Ints:
@@ -26,10 +24,6 @@ def taken(table: Ints) -> Ints:
 
 def listed(table: Ints) -> list[list[int]]:
     return sorted(taken(table).tolist())
-
-
-def keys(table: Ints) -> set[tuple[int, int]]:
-    return {(low, high) for low, high, *_ in listed(table)}
 
 
 def slots_with(keys: list[tuple[int, int]]) -> Ints:
@@ -57,7 +51,7 @@ def test_contexts_that_differ_have_different_keys():
     young, old = table_of(2**18), table_of(1)
     for first, end in ((0, TEXT), (TEXT, END)):
         tables.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), first, end, 0, 0, 2**18 - 1)
-    assert len(keys(young)) == len(taken(young)) == len(reference.rows)
+    assert len({(low, high) for low, high, *_ in listed(young)}) == len(taken(young)) == len(reference.rows)
 
 
 def test_keys_are_spread_over_the_table():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sglang_worker as stand_in
 from replay import logits, plainly, toy, tree_of
+from spies import watched
 
 import lade
 
@@ -54,9 +55,8 @@ def worker(plugin, *, breadth=10, memory=None, nodes=NODES):
 @pytest.mark.parametrize("breadth", [1, 10], ids=["chains", "trees"])
 @pytest.mark.parametrize("is_late", [False, True], ids=["results at once", "results late"])
 def test_the_tokens_are_those_of_plain_decoding(plugin, monkeypatch, breadth, most, is_late):
-    one, begun = worker(plugin, breadth=breadth), []
-    begin = one.ngram_corpus.drafter.begin
-    monkeypatch.setattr(one.ngram_corpus.drafter, "begin", lambda name, text: begun.append(name) or begin(name, text))
+    one = worker(plugin, breadth=breadth)
+    begun = watched(monkeypatch, one.ngram_corpus.drafter, "begin", lambda name, text: name)
     texts, passes = stand_in.serve(one, asked(), COUNT, most=most, is_late=is_late)
     assert texts == {name: plain(name) for name in texts}
     assert sorted(begun) == sorted(texts)  # each once: the drafter knows all tokens of a text

@@ -23,11 +23,6 @@ METHODS = "hf,plain,adaptive-warm=8"
 TEXTS = ["say it again", "one two", "say it again"]
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
     """Step curves are timed elsewhere; figures are drawn in one test only."""

@@ -18,11 +18,6 @@ TEXTS = ["say it again, say it", "one two three"]
 
 
 @pytest.fixture
-def out(tmp_path):
-    return tmp_path / "law"
-
-
-@pytest.fixture
 def scaling(lade, folder, prompts, out, monkeypatch):
     """Without pictures, which take their time and have tests of their own."""
     monkeypatch.setattr(scaling_figure, "save_figures", lambda found, folder: [folder / "scaling.svg"])

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from mtp_toys import llama
+from mtp_toys import Text, llama, needs_mtp
 from transformers import LlamaForCausalLM
 
 import lade
@@ -14,11 +13,6 @@ from lade.backends.mtp.load import layer_of
 from lade.decoding.kernels.native_tree import Frontier
 from lade.model.runner import EagerRunner
 from training.mtp import export_layer, losses, new_layer, train_layer, unrolled, written_texts
-
-
-class Text:
-    def __init__(self, tokens):
-        self.tokens = tokens
 
 
 @pytest.fixture
@@ -66,9 +60,7 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(model, monkeypatch)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="transformers reads no MTP layers"
-)
+@needs_mtp
 def test_what_is_written_is_found_and_drafts(model, tmp_path, caplog):
     model.save_pretrained(tmp_path / "base")
     layer = new_layer(model, seed=3)
