@@ -141,7 +141,7 @@ def test_links_files_and_commands_of_a_page_are_there(path):
     assert [shlex.join(words) for words in commands(text, past=True) if not misspelled(words)] == []
 
 
-def test_a_broken_link_and_wrong_commands_would_be_noticed(tmp_path):
+def test_broken_links_wrong_commands_and_figures_would_be_noticed(tmp_path):
     fenced = "```console\n$ lade generate --promt x\n$ lade frobnicate\n```\n"
     text = f"{fenced}\n    python scripts/none.py \\\n        --x\n    make none\n"
     found = [misspelled(words) for words in commands(text)]
@@ -152,6 +152,9 @@ def test_a_broken_link_and_wrong_commands_would_be_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text('# One two\n[a](#one-two) [b](#three) [c](none.md) <img src="none.svg"> [d](https://x.y)\n')
     assert broken_links(page, tmp_path) == ["#three", "none.md", "none.svg"]
+    beside = "```\n3 ms\n```\n<!-- x -->\n2 %\n<!-- end -->\n| 2 ms |\n"
+    found = figures(f"which alone bring 1.24\n{beside}takes 0.1 to 0.7 ms; 1.5 times; 3 M; every 15 s")
+    assert found == ["bring 1.24", "0.7 ms", "1.5 times"]
 
 
 @pytest.mark.parametrize("method", ["--window", "--budget"])
@@ -187,12 +190,6 @@ def figures(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs" / "index.md", *HOWTO], ids=lambda path: path.name)
 def test_no_measured_figure_is_typed_by_hand(path):
     assert figures(path.read_text(encoding="utf-8")) == [], "let a script write it, or link to where it was measured"
-
-
-def test_a_figure_would_be_noticed():
-    beside = "```\n3 ms\n```\n<!-- x -->\n2 %\n<!-- end -->\n| 2 ms |\n"
-    found = figures(f"which alone bring 1.24\n{beside}takes 0.1 to 0.7 ms; 1.5 times; 3 M; every 15 s")
-    assert found == ["bring 1.24", "0.7 ms", "1.5 times"]
 
 
 # Lists that the code has too

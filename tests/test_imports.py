@@ -155,16 +155,13 @@ def test_only_the_compatibility_module_reads_the_environment():
     assert readers == {"legacy_api.py"}
 
 
-def test_dir_shows_the_public_names_alone_in_order_whatever_was_imported():
+def test_dir_shows_the_public_names_alone_in_order_and_type_checkers_see_the_same():
     assert sorted(lade.__all__) == list(lade.__all__)
     for name in lade.__all__:
         assert getattr(lade, name) is not None
     assert {"enable", "disable", "UnsupportedError"} < set(lade.__all__)
     importlib.import_module("lade.hf.generate")
     assert "hf" in vars(lade) and dir(lade) == list(lade.__all__)
-
-
-def test_names_for_type_checkers_and_for_python_are_the_same():
     nodes = [node for node in ast.walk(ast.parse(Path(lade.__file__).read_text())) if isinstance(node, ast.ImportFrom)]
     checked = {alias.name for node in nodes if re.match(r"lade(?!\.version)", node.module) for alias in node.names}
     assert checked == set(lade.__all__) - {"__version__", "bench"}  # the last one is a package of its own

@@ -112,7 +112,7 @@ def test_the_template_is_a_tree_of_the_likeliest_paths(size):
     assert all((*path[:-1], path[-1] - 1) in paths[:place] for place, path in enumerate(paths) if path[-1])
 
 
-def test_jacobis_choices_after_the_accepted_tokens_are_the_next_guesses():
+def test_jacobis_choices_after_the_accepted_tokens_and_forced_ones_are_the_next_guesses_and_others_stay():
     drafter = Jacobi(3)
     drafter.begin(0, [5, 6])
     drafter.learn(0, [1])
@@ -124,9 +124,6 @@ def test_jacobis_choices_after_the_accepted_tokens_are_the_next_guesses():
     (found,) = drafter.propose(0, (5, 6, 1, chain[0], 9), 9)
     assert found[:2] == [10, 11]
     assert len(found) == 3 and found[2] in {5, 6}
-
-
-def test_jacobis_guesses_that_were_not_fed_stay_and_forced_tokens_count_as_guesses():
     drafter = Jacobi(5, seed=3)
     drafter.begin(0, [*range(20, 40)])
     (chain,) = drafter.propose(0, tuple(range(20, 40)), 9)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
+from lade.decoding.drafting.drafter import Guess
 from lade.decoding.tree import ROOT, TokenTree
 
 VOCABULARY = 8
@@ -20,6 +21,16 @@ def follow_of(order: int, salt: int, vocabulary: int = VOCABULARY) -> Follow:
         return hash((salt, *text[-order:])) % vocabulary
 
     return follow
+
+
+class Fixed:
+    """A source that guesses the same again and again."""
+
+    def __init__(self, *guesses: Guess) -> None:
+        self._guesses = guesses
+
+    def guesses(self, context: Sequence[int]) -> Sequence[Guess]:
+        return self._guesses
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:

@@ -20,7 +20,7 @@ from memories import (
     reads_no_places,
     said_of,
 )
-from random_texts import VOCABULARY, Follow, depths, follow_of, path_to, seeds, texts
+from random_texts import VOCABULARY, Fixed, Follow, depths, follow_of, path_to, seeds, texts
 from reference.tree import parts_of
 
 import lade
@@ -209,16 +209,11 @@ def test_a_resting_step_feeds_one_token_and_asks_for_nothing():
 @pytest.mark.parametrize(("scores", "fed"), [([0.4, 0.3, 0.2], 0), ([0.9, 0.8, 0.7], 3), ((), 3)])
 def test_a_resting_step_feeds_a_guess_that_pays_by_itself_and_nothing_of_the_memory(scores, fed):
     """And one of which nothing is known."""
-
-    class Other:
-        def guesses(self, context: Sequence[int]) -> list[Guess]:
-            return [Guess([21, 22, 23], "other", scores)]
-
-    memory, text = filled_memory(0, texts=100), [1, 2, 3]
-    drafter = drafter_of(memory, SetBudget(20, 20, 4, [True]), text, sources=[Other()])
+    memory, text, other = filled_memory(0, texts=100), [1, 2, 3], Fixed(Guess([21, 22, 23], "other", scores))
+    drafter = drafter_of(memory, SetBudget(20, 20, 4, [True]), text, sources=[other])
     tree = drafter.draft([*text, 4], None).tree
     assert tree.sources[1:] == ["other"] * fed
-    awake = drafter_of(memory, SetBudget(20, 20, 20), text, sources=[Other()])
+    awake = drafter_of(memory, SetBudget(20, 20, 20), text, sources=[other])
     assert "memory" in awake.draft([*text, 4], None).tree.sources, "or else this shows nothing"
 
 

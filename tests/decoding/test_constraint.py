@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import filled_memory
-from random_texts import path_to
+from random_texts import Fixed, path_to
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -26,14 +26,6 @@ class Rules:
             if token not in (self._lead[at : at + 1] or self._allowed):
                 return at
         return len(tokens)
-
-
-class Fixed:
-    def __init__(self, *guesses):
-        self._guesses = guesses
-
-    def guesses(self, context):
-        return self._guesses
 
 
 def paths_of(tree):

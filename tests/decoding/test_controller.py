@@ -206,7 +206,7 @@ def test_stages_ascend_and_a_size_is_one_of_those_offered(scores, increments):
         controller.observe(size, 1, cost.table[size], cost.table[size])
 
 
-def test_a_curve_learns_the_doublings_that_were_fed_alone():
+def test_a_curve_learns_the_doublings_that_were_fed_alone_and_is_straight_in_the_logarithm_of_the_size():
     curve = YieldCurve()
     before = copy.deepcopy(curve)
     for _ in range(400):
@@ -214,6 +214,12 @@ def test_a_curve_learns_the_doublings_that_were_fed_alone():
     assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05)
     assert curve.predicted[:2] == pytest.approx([0.5, 0.4], abs=0.02)
     assert curve.gains[2:] == before.gains[2:]
+    state, sizes = ControllerState(), np.arange(1, 513)
+    state.curve.gains = [0.9 / number for number in range(1, 10)]
+    sums = np.concatenate(([0.0], np.cumsum(state.curve.gains)))
+    straight = np.interp(np.log2(sizes), np.arange(10), sums)
+    found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], [1.0] * 9)
+    assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._LEARNING_TOKENS)
 
 
 def test_what_was_fed_in_part_counts_in_part():
@@ -227,15 +233,6 @@ def test_what_was_fed_in_part_counts_in_part():
     for _ in range(100):
         controller.learn([1.0, *[0.3] * 11], [])
     assert max(state.curve.gains[:4]) < 0.75 / share and state.curve.gains[4] == module.PRIOR_GAIN
-
-
-def test_the_curve_is_straight_in_the_logarithm_of_the_size():
-    state, sizes = ControllerState(), np.arange(1, 513)
-    state.curve.gains = [0.9 / number for number in range(1, 10)]
-    sums = np.concatenate(([0.0], np.cumsum(state.curve.gains)))
-    straight = np.interp(np.log2(sizes), np.arange(10), sums)
-    found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], [1.0] * 9)
-    assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._LEARNING_TOKENS)
 
 
 def test_a_text_has_ratios_of_its_own_by_doubling():

@@ -101,7 +101,7 @@ def test_sizes_that_are_not_visited_follow_when_everything_gets_slower_or_faster
         assert cost.seconds(size) == pytest.approx(factor * flat_then_steep(size), rel=0.05)
 
 
-def test_passes_show_a_shape_that_the_measurement_had_not():
+def test_passes_show_a_shape_that_the_measurement_had_not_also_beyond_the_sizes_visited():
     cost = measured(lambda size: 10e-3)
     for i in range(200):
         size = (1, 5, 16, 32, 60, 128)[i % 6]
@@ -109,9 +109,6 @@ def test_passes_show_a_shape_that_the_measurement_had_not():
     cost.refresh()
     for size in (1, 5, 16, 32, 60, 128):
         assert cost.seconds(size) == pytest.approx(flat_then_steep(size), rel=0.1)
-
-
-def test_sizes_beyond_those_visited_follow_what_is_found_out_about_these():
     cost = watched(measured(lambda size: 10e-3), [(1, 10e-3), (16, 30e-3)] * 9)
     assert cost.seconds(1) == pytest.approx(10e-3) and cost.seconds(16) == pytest.approx(30e-3)
     assert cost.seconds(64) == pytest.approx(30e-3) and 10e-3 < cost.seconds(4) < 30e-3
