@@ -39,7 +39,7 @@ def known(young: Ints, old: Ints, text: list[int]) -> tuple[list, list]:
     return [unpacked(row) for row in rows[:found]], [unpacked(row) for row in rows[TEXT : TEXT + heard]]
 
 
-def test_contexts_that_differ_have_different_keys():
+def test_contexts_that_differ_have_different_keys_which_are_spread_over_the_table():
     """Neighbouring tokens, at any place; few and many."""
     texts = [[token] for token in range(5000)]
     texts += [[a, b] for a in range(60) for b in range(60)]
@@ -52,10 +52,7 @@ def test_contexts_that_differ_have_different_keys():
     for first, end in ((0, TEXT), (TEXT, END)):
         tables.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), first, end, 0, 0, 2**18 - 1)
     assert len({(low, high) for low, high, *_ in listed(young)}) == len(taken(young)) == len(reference.rows)
-
-
-def test_keys_are_spread_over_the_table():
-    """With two thirds of the slots taken, as many as may be, no slot is far from where it is looked for first."""
+    # With two thirds of the slots taken, as many as may be, no slot is far from where it is looked for first.
     size = 3000
     young, old = table_of(size), table_of(1)
     texts = [[token] for token in range(2 * size // 3)]

@@ -129,7 +129,7 @@ def test_a_cell_lies_at_the_depth_of_its_row_and_column(size):
         assert path[::-1] == window.rows[0][1 : i + 1] + column
 
 
-def test_rows_move_as_drawn():
+def test_rows_move_as_drawn_row_0_by_the_prompt_and_the_seed_alone_and_beyond_the_tree_there_are_no_tips():
     window = window_of(3, 3)
     window.rows = [[0, 11, 12, 13]]
     assert window.advance(5, [20, 21, 22, 23]) == []
@@ -139,9 +139,6 @@ def test_rows_move_as_drawn():
     for wrong in (2, 4):
         with pytest.raises(ValueError, match="argument"):
             window_of(3, 2).advance(1, [1] * wrong)
-
-
-def test_row_0_is_drawn_from_the_prompt_and_the_seed_alone_and_beyond_the_tree_there_are_no_tips():
     first, again = (Window(5, 4, 3, [7, 8, 9], random.Random(2)).rows for _ in range(2))
     assert first == again
     assert len(first[0]) == 5 + 4 - 2 and set(first[0][1:]) <= {7, 8, 9}

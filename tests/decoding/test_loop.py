@@ -91,11 +91,17 @@ def test_rows_of_a_batch_accept_at_their_own_pace(config, prompts, order, salt, 
         assert row.tokens == plain(follow, prompt, new)
 
 
-def test_plain_decoding_is_the_empty_tree():
+def test_plain_decoding_is_the_empty_tree_and_nobody_guesses_past_the_end_of_the_context():
     loop, _ = loop_for([[0, 1]], LookaheadConfig(0, 2, 0), follow_of(1, 1), [20])
     list(loop.run())
     assert loop.stats.step_tokens == [1] * 19
     assert loop.stats.accepted == [1] * 19
+    follow = follow_of(1, 4)
+    loop, (row,) = loop_for([[1, 2, 3]], LookaheadConfig(5, 4, 5), follow, [30])
+    loop.runner.max_length = 20
+    list(loop.run())
+    assert row.tokens == plain(follow, [1, 2, 3], 30)
+    assert loop.stats.step_tokens[-12:] == [1] * 12
 
 
 class Roots(Drafter):
@@ -191,15 +197,6 @@ def test_a_full_match_is_longer_than_the_guess_while_the_window_fills_too(config
     loop, _ = loop_for([[0, 1, 2] * 4], config, lambda text: (text[-1] + 1) % 3, [31])
     list(loop.run())
     assert loop.stats.accepted[: len(accepted)] == accepted
-
-
-def test_nobody_guesses_past_the_end_of_the_context():
-    follow = follow_of(1, 4)
-    loop, (row,) = loop_for([[1, 2, 3]], LookaheadConfig(5, 4, 5), follow, [30])
-    loop.runner.max_length = 20
-    list(loop.run())
-    assert row.tokens == plain(follow, [1, 2, 3], 30)
-    assert loop.stats.step_tokens[-12:] == [1] * 12
 
 
 def test_a_consumer_that_stops_early_leaves_tokens_and_cache_agreeing():
