@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from lade.clock import Duration
+from lade.decoding.drafting.step_cost import StepCost
+from lade_lab.fakes import FunctionRunner
 
 
 @dataclass
@@ -29,3 +31,20 @@ class MadeClock:
     def since(self, start: Duration) -> Duration:
         """See `Clock`."""
         return Duration(self.wall_s - start.wall_s, self.running_s - start.running_s)
+
+
+class TimedRunner(FunctionRunner):
+    """Whose passes take what a cost says, by its clock, whatever else the machine does; the library `own_s` each."""
+
+    clock: MadeClock
+
+    def __init__(self, follow, vocabulary, cost: StepCost, own_s: float = 0.0) -> None:
+        super().__init__(follow, vocabulary)
+        self.clock, self.cost, self.own_s = MadeClock(), cost, own_s
+
+    def forward(self, trees, rows, cache):
+        """See `FunctionRunner`."""
+        seconds = self.cost.seconds(max(map(len, trees)))
+        self.pass_time = Duration(seconds, seconds)
+        self.clock.run(seconds + self.own_s)
+        return super().forward(trees, rows, cache)

@@ -16,6 +16,9 @@ from lade.decoding.mtp import MtpHabits
 NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 """Names of an MTP layer's own norms in checkpoints with a prefix, and in those that number it like the other layers."""
 
+READS_MTP = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+needs_mtp = pytest.mark.skipif(not READS_MTP, reason="transformers reads MTP layers from 5.23 on")
+
 
 class Text:
     """A row as a layer knows it."""
@@ -57,7 +60,7 @@ def write_checkpoint(larger, folder, *, prefix="mtp", count="num_mtp_layers", se
     Returns:
         Its weights by the names that transformers' `MtpLayer` has for them.
     """
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    if not READS_MTP:
         pytest.skip("transformers reads MTP layers from 5.23 on")
     larger.save_pretrained(folder)
     file, generator = Path(folder) / "model.safetensors", torch.Generator().manual_seed(seed)

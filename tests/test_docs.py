@@ -85,12 +85,7 @@ def broken_links(path: Path, root: Path = ROOT) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
-    assert broken_links(path) == []
-
-
-def test_the_documentation_can_be_reached_from_the_readme():
+def test_all_pages_are_in_the_navigation_which_can_be_reached_from_the_readme():
     reached, ahead = set(), [ROOT / "README.md"]
     while ahead:
         page = ahead.pop()
@@ -99,18 +94,10 @@ def test_the_documentation_can_be_reached_from_the_readme():
         targets = {(page.parent / link).resolve() for link in links if not link.startswith("http")}
         ahead += [target for target in targets - reached if target.is_file()]
     assert ROOT / "docs" / "index.md" in reached  # which has all others in its navigation
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_files_of_the_project_that_are_named_are_there(path):
-    named = re.findall(r"`((?:lade|tests|scripts|docs|lab)/[\w/.-]+)`", path.read_text(encoding="utf-8"))
-    assert [name for name in named if name not in RETIRED and not (ROOT / name).exists()] == []
-
-
-def test_a_broken_link_would_be_noticed(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text('# One two\n[a](#one-two) [b](#three) [c](none.md) <img src="none.svg"> [d](https://x.y)\n')
-    assert broken_links(page, tmp_path) == ["#three", "none.md", "none.svg"]
+    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^\s+- (?:[\w ]+: )?([\w/-]+\.md)$", configuration, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
 
 
 # Commands
@@ -143,18 +130,18 @@ def misspelled_lade(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_commands_in_code_blocks_exist(path):
-    wrong = {shlex.join(words): misspelled(words) for words in commands(path.read_text(encoding="utf-8"))}
+def test_links_files_and_commands_of_a_page_are_there(path):
+    """But for commands that a comment says are of an older commit: those are no more."""
+    text = path.read_text(encoding="utf-8")
+    assert broken_links(path) == []
+    named = re.findall(r"`((?:lade|tests|scripts|docs|lab)/[\w/.-]+)`", text)
+    assert [name for name in named if name not in RETIRED and not (ROOT / name).exists()] == []
+    wrong = {shlex.join(words): misspelled(words) for words in commands(text)}
     assert {line: problem for line, problem in wrong.items() if problem} == {}
+    assert [shlex.join(words) for words in commands(text, past=True) if not misspelled(words)] == []
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_commands_of_an_older_commit_are_those_that_are_no_more(path):
-    older = commands(path.read_text(encoding="utf-8"), past=True)
-    assert [shlex.join(words) for words in older if not misspelled(words)] == []
-
-
-def test_wrong_commands_would_be_noticed():
+def test_broken_links_wrong_commands_and_figures_would_be_noticed(tmp_path):
     fenced = "```console\n$ lade generate --promt x\n$ lade frobnicate\n```\n"
     text = f"{fenced}\n    python scripts/none.py \\\n        --x\n    make none\n"
     found = [misspelled(words) for words in commands(text)]
@@ -162,6 +149,12 @@ def test_wrong_commands_would_be_noticed():
     assert misspelled(["lade", "doctor", "--model", "X", "--cached", "64"]) == ""
     older = "    python scripts/measure.py --x 1 \\\n        --y 2   # (a), at 11782b5\n"
     assert commands(older) == [] and commands(older, past=True)[0][:2] == ["python", "scripts/measure.py"]
+    page = tmp_path / "page.md"
+    page.write_text('# One two\n[a](#one-two) [b](#three) [c](none.md) <img src="none.svg"> [d](https://x.y)\n')
+    assert broken_links(page, tmp_path) == ["#three", "none.md", "none.svg"]
+    beside = "```\n3 ms\n```\n<!-- x -->\n2 %\n<!-- end -->\n| 2 ms |\n"
+    found = figures(f"which alone bring 1.24\n{beside}takes 0.1 to 0.7 ms; 1.5 times; 3 M; every 15 s")
+    assert found == ["bring 1.24", "0.7 ms", "1.5 times"]
 
 
 @pytest.mark.parametrize("method", ["--window", "--budget"])
@@ -171,6 +164,16 @@ def test_the_runs_shown_step_by_step_are_those_of_the_script(method, capsys, mon
     typed(monkeypatch, "trace.py", *shown[0].split())
     module_of(ROOT / "scripts" / "trace.py").main()
     assert capsys.readouterr().out.rstrip() == shown[1], "the method has changed: run make traces"
+
+
+# The README
+
+
+def test_the_readme_can_be_read_in_a_few_minutes_and_counts_models_as_the_list_does():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) <= 700
+    text, images = re.findall(r"^\*\*Served, (\d+) of (\d+)\*\*", MODELS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"{text[0]} of {text[1]} text classes and {images[0]} of {images[1]} image classes" in readme
 
 
 # Figures
@@ -189,15 +192,6 @@ def test_no_measured_figure_is_typed_by_hand(path):
     assert figures(path.read_text(encoding="utf-8")) == [], "let a script write it, or link to where it was measured"
 
 
-def test_a_figure_would_be_noticed():
-    beside = "```\n3 ms\n```\n<!-- x -->\n2 %\n<!-- end -->\n| 2 ms |\n"
-    assert figures(f"which alone bring 1.24\n{beside}takes 0.1 to 0.7 ms; 1.5 times; 3 M; every 15 s") == [
-        "bring 1.24",
-        "0.7 ms",
-        "1.5 times",
-    ]
-
-
 # Lists that the code has too
 
 
@@ -212,32 +206,21 @@ def names(cell: str) -> set[str]:
     return set(re.findall(r"`([\w-]+)`", cell))
 
 
-@pytest.fixture(scope="module")
-def families():
-    return module_of(ROOT / "tests" / "parity" / "families.py")
-
-
-def test_the_listed_models_are_those_of_the_code_and_its_tests(families):
+def test_the_listed_checked_and_recurrent_models_are_those_of_the_code_and_its_tests():
+    families = module_of(ROOT / "tests" / "parity" / "families.py")
     listed = {name: (attention, reach) for cell, attention, reach in rows("Listed") for name in names(cell)}
     assert listed.keys() == MASK_PER_LAYER_TYPE | ONE_MASK
     for name, (attention, reach) in listed.items():
         tested = [case for case in families.FAMILIES if case.model_type == name]
-        assert {ATTENTION[each] for each in attention.split(", ")} == {
-            each for case in tested for each in case.backends
-        }
+        backends = {each for case in tested for each in case.backends}
+        assert {ATTENTION[each] for each in attention.split(", ")} == backends
         extras = [case.extra for case in tested]
         windows = {"sliding window"} if any(extra.get("sliding_window") for extra in extras) else set()
         chunks = {"chunks"} if any(extra.get("attention_chunk_size") for extra in extras) else set()
         picked = {"keys that an indexer picks"} if any("index_topk" in extra for extra in extras) else set()
         assert {reach} - {""} == windows | chunks | picked, name
-
-
-def test_the_checked_models_are_those_of_the_tests(families):
     section = MODELS.read_text(encoding="utf-8").partition("\n## Checked\n")[2].partition("\n## ")[0]
     assert {case.model_type for case in families.UNLISTED} <= names(section)
-
-
-def test_the_recurrent_models_are_those_of_the_code_and_its_tests(families):
     told = set().union(*(names(cell) for _, cell in rows("Recurrent and hybrid")))
     assert told == RECURRENT == {case.model_type for case in families.RECURRENT_FAMILIES}
 
@@ -263,13 +246,6 @@ def test_the_reference_has_every_public_name_once():
     assert sorted(in_bench) == sorted({*lade.bench.__all__} - {"workloads"})
 
 
-def test_every_page_is_in_the_navigation():
-    configuration = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"^\s+- (?:[\w ]+: )?([\w/-]+\.md)$", configuration, re.MULTILINE)
-    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert sorted(listed) == sorted(pages)
-
-
 # Names in examples
 
 
@@ -293,13 +269,10 @@ def is_public(name: str) -> bool:
     return True
 
 
-def test_names_in_examples_are_there_after_import_lade():
+def test_names_in_examples_are_there_after_import_lade_and_others_would_be_noticed():
     named = set(re.findall(r"(?<![\w./`\"'-])lade(?:\.[A-Za-z_]\w*)+", examples()))
     assert {"lade.bench.workloads.load", "lade.generate", "lade.Memory.load"} <= named
     assert sorted(name for name in named if not is_public(name)) == []
-
-
-def test_a_name_that_is_not_there_would_be_noticed():
     assert not any(map(is_public, ["lade.bench.harness.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
 
 

@@ -55,6 +55,7 @@ def examples():
 
 
 EXAMPLES = {test.name: test for test in examples()}
+assert {"lade.hf.generate.generate", "lade.testing", "lade.config.LookaheadConfig"} <= EXAMPLES.keys()
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +77,13 @@ def names(loaded, tmp_path, monkeypatch):
     for name in ("before.json", "after.json"):
         shutil.copy(ROOT / "benchmarks" / "embedded-code" / "results.json", name)
     inputs = tokenizer("def fibonacci(n):", return_tensors="pt", return_token_type_ids=False)
+    given = {"lade": lade, "torch": torch, "transformers": transformers, "name": model_path()}
+    given |= {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "TextStreamer")}
+    given |= {"model": model, "small": model, "tokenizer": tokenizer, "inputs": inputs, "ids": inputs["input_ids"]}
+    given |= {"memory": lade.Memory(), "steps": iter([lade.Step]), "prompts": [inputs["input_ids"]]}
+    given["runner"] = EagerRunner(model, supports(model).require(), GenerationConfig(max_length=200))
     with lade.Engine(model) as engine:
-        yield {
-            **_modules(),
-            **{"model": model, "small": model, "tokenizer": tokenizer, "inputs": inputs, "ids": inputs["input_ids"]},
-            **{"memory": lade.Memory(), "steps": iter([lade.Step]), "prompts": [inputs["input_ids"]]},
-            **{
-                "engine": engine,
-                "runner": EagerRunner(model, supports(model).require(), GenerationConfig(max_length=200)),
-            },
-        }
-
-
-def _modules():
-    return {
-        **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "TextStreamer")},
-        **{"lade": lade, "torch": torch, "transformers": transformers, "name": model_path()},
-    }
+        yield given | {"engine": engine}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -105,7 +96,3 @@ def test_the_example_runs(name, names, capsys):
     runner, report = doctest.DocTestRunner(Shown(), optionflags=FLAGS), []
     runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
-
-
-def test_there_are_examples():
-    assert {"lade.hf.generate.generate", "lade.testing", "lade.config.LookaheadConfig"} <= set(EXAMPLES)

@@ -37,28 +37,9 @@ def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported(path: Path) -> set[str]:
-    """First parts of what a module imports from this package."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "lade":
-            parts = node.module.split(".")[1:]
-            names |= {parts[0]} if parts else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("lade.")}
-    return names
-
-
-def test_every_module_has_a_layer():
+def test_every_module_has_a_layer_and_none_import_each_other_in_circles():
     assert {layer_of(path) for path in MODULES} <= LEVEL.keys()
-
-
-@pytest.mark.parametrize("layer", sorted(LEVEL.keys() - {"cli", "__init__", "__main__"}))
-def test_a_layer_imports_only_from_itself_and_below(layer):
-    """The top uses the public names, `lade.generate` and so on."""
-    for path in (path for path in MODULES if layer_of(path) == layer):
-        above = {name for name in imported(path) if name not in LEVEL or LEVEL[name] > LEVEL[layer]}
-        assert not above, f"{path.relative_to(PACKAGE)} imports {sorted(above)} from above"
+    TopologicalSorter(graph()).prepare()  # raises CycleError, which names them
 
 
 def dotted(path: Path) -> str:
@@ -87,7 +68,16 @@ def graph() -> dict[str, set[str]]:
     return {dotted(path): dependencies(path) for path in MODULES}
 
 
+@pytest.mark.parametrize("layer", sorted(LEVEL.keys() - {"__init__", "__main__"}))
+def test_a_layer_imports_only_from_itself_and_below(layer):
+    for path in (path for path in MODULES if layer_of(path) == layer):
+        names = {name.split(".")[1] for name in graph()[dotted(path)] if "." in name}
+        above = {name for name in names if LEVEL[name] > LEVEL[layer]}
+        assert not above, f"{path.relative_to(PACKAGE)} imports {sorted(above)} from above"
+
+
 def test_only_the_shell_uses_the_public_names():
+    """The top uses them, `lade.generate` and so on."""
     users = {name for name, targets in graph().items() if "lade" in targets}
     assert {name.split(".")[1] for name in users} <= {"cli", "__main__"}
 
@@ -101,21 +91,14 @@ def test_the_server_and_the_shell_are_clients_of_the_library(layer):
     found: dict[str, set[str]] = {}
     for path in (path for path in MODULES if layer_of(path) == layer):
         for node in ast.walk(ast.parse(path.read_text())):
-            home = (getattr(node, "module", None) or "").removeprefix("lade.")
-            if (
-                not isinstance(node, ast.ImportFrom)
-                or home == node.module
-                or home.split(".")[0] in (layer, *OPEN.split())
-            ):
+            module = getattr(node, "module", None) or ""  # of `from ... import ...` alone
+            home = module.removeprefix("lade.")
+            if home == module or home.split(".")[0] in (layer, *OPEN.split()):
                 continue
             for alias in node.names:
-                if alias.name not in lade.__all__ or f"{node.module}.{alias.name}" in NAMES:
+                if alias.name not in lade.__all__ or f"{module}.{alias.name}" in NAMES:
                     found.setdefault(home, set()).add(alias.name)
     assert not found, "these are private"
-
-
-def test_files_do_not_import_each_other_in_circles():
-    TopologicalSorter(graph()).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -135,16 +118,12 @@ def test_arrows_between_the_parts_of_a_folder_point_one_way(folder):
 ALGORITHM = [path for path in MODULES if layer_of(path) == "decoding"]
 
 
-@pytest.mark.parametrize("path", ALGORITHM, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_algorithm_knows_nothing_of_transformers(path):
-    assert "transformers" not in path.read_text()
-
-
 FILES_AND_TOKENIZERS = re.compile("open|Path|os|io|pathlib|tempfile|safetensors|json|pickle|memory_file|files")
 
 
 @pytest.mark.parametrize("path", ALGORITHM, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_algorithm_knows_nothing_of_files_and_tokenizers(path):
+def test_the_algorithm_knows_nothing_of_transformers_files_and_tokenizers(path):
+    assert "transformers" not in path.read_text()
     names = {name for node in ast.walk(ast.parse(path.read_text())) for name in named(node)}
     assert not {name for name in names if FILES_AND_TOKENIZERS.fullmatch(name) or "tokenizer" in name.lower()}
 
@@ -165,26 +144,13 @@ def test_only_the_compatibility_module_reads_the_environment():
     assert readers == {"legacy_api.py"}
 
 
-def test_every_public_name_is_there():
+def test_dir_shows_the_public_names_alone_in_order_and_type_checkers_see_the_same():
     assert sorted(lade.__all__) == list(lade.__all__)
     for name in lade.__all__:
         assert getattr(lade, name) is not None
-
-
-def test_dir_shows_the_public_names_alone_whatever_was_imported():
     assert {"enable", "disable", "UnsupportedError"} < set(lade.__all__)
     importlib.import_module("lade.hf.generate")
     assert "hf" in vars(lade) and dir(lade) == list(lade.__all__)
-
-
-def test_all_errors_are_public():
-    own = {
-        name for name, thing in vars(lade.errors).items() if isinstance(thing, type) and issubclass(thing, Exception)
-    }
-    assert own < set(lade.__all__)
-
-
-def test_names_for_type_checkers_and_for_python_are_the_same():
     nodes = [node for node in ast.walk(ast.parse(Path(lade.__file__).read_text())) if isinstance(node, ast.ImportFrom)]
     checked = {alias.name for node in nodes if re.match(r"lade(?!\.version)", node.module) for alias in node.names}
     assert checked == set(lade.__all__) - {"__version__", "bench"}  # the last one is a package of its own

@@ -27,6 +27,11 @@ def written(script):
     return PAGE.partition(script.BEGIN)[2].partition(script.END)[0].strip()
 
 
+def sections(script):
+    """Those of text and of images."""
+    return re.split(r"^### ", written(script), flags=re.MULTILINE)[1:]
+
+
 def found(section):
     """Which types a section of the page calls served, and what it says of the others."""
     served = set(re.findall(r"`([^`]+)`", re.search(r"^\*\*Served.*$", section, re.MULTILINE)[0]))
@@ -34,13 +39,17 @@ def found(section):
     return served, {name: reason for names, reason in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
+@pytest.fixture
 def current(script):
-    return written(script).startswith(f"transformers {transformers.__version__},")
+    """The script, where the page is of this transformers."""
+    if not written(script).startswith(f"transformers {transformers.__version__},"):
+        pytest.skip("the page is of another transformers")
+    return script
 
 
 def test_the_page_and_the_tables_of_the_code_agree(script):
     """What is listed is served, wherever it could be built; nothing parts from plain decoding."""
-    text, images = (found(section) for section in re.split(r"^### ", written(script), flags=re.MULTILINE)[1:])
+    text, images = map(found, sections(script))
     listed = MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
     assert text[0] | text[1].keys() | {"gemma4_unified_text"} >= listed
     for name in listed & text[1].keys():
@@ -51,13 +60,10 @@ def test_the_page_and_the_tables_of_the_code_agree(script):
 
 
 @pytest.mark.slow
-def test_the_page_has_every_class(script):
-    if not current(script):
-        pytest.skip("the page is of another transformers")
-    sections = re.split(r"^### ", written(script), flags=re.MULTILINE)[1:]
-    for section, mapping in zip(sections, script.MAPPINGS.values(), strict=True):
+def test_the_page_has_every_class(current):
+    for section, mapping in zip(sections(current), current.MAPPINGS.values(), strict=True):
         served, others = found(section)
-        assert served | others.keys() == {model_type for model_type, _, _ in script.classes(mapping)}
+        assert served | others.keys() == {model_type for model_type, _, _ in current.classes(mapping)}
 
 
 @pytest.mark.slow
@@ -73,9 +79,5 @@ def test_an_outcome_is_what_came_of_it(script, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_page_is_what_the_script_writes(script):
-    if not current(script):
-        pytest.skip("the page is of another transformers")
-    version = written(script).splitlines()[0]
-    assert script.tables().splitlines()[1:] == written(script).splitlines()[1:], "run python scripts/list_models.py"
-    assert version.startswith("transformers ")
+def test_the_page_is_what_the_script_writes(current):
+    assert current.tables().splitlines()[1:] == written(current).splitlines()[1:], "run python scripts/list_models.py"

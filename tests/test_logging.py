@@ -43,6 +43,8 @@ def test_every_logger_is_below_the_packages_and_none_has_a_handler():
 @pytest.mark.parametrize("way", ["generate", "stream", "decode", "enable"])
 def test_a_fallback_says_why(log, way):
     model, arguments = toy_model(), {"max_new_tokens": 3, "use_cache": False}
+    lade.generate(model, IDS, max_new_tokens=10)
+    assert of_level(log(), "INFO") == [], "what is served writes nothing"
     calls = {
         "generate": lambda: lade.generate(model, IDS, **arguments),
         "stream": lambda: list(lade.stream(model, IDS, **arguments)),
@@ -54,11 +56,6 @@ def test_a_fallback_says_why(log, way):
         calls[way]()
     (line,) = of_level(log(), "INFO")
     assert line.startswith("running at normal speed: use_cache=False") and log()[-1][1] == "lade.hf.refusals"
-
-
-def test_what_is_served_writes_nothing_at_info(log):
-    lade.generate(toy_model(), IDS, max_new_tokens=10)
-    assert of_level(log(), "INFO") == []
 
 
 @pytest.mark.measured_cost

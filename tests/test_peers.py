@@ -35,11 +35,17 @@ def test_prompt_lookup_takes_the_longest_match_and_the_latest_place_first():
     assert drafted(PromptLookup(2), [2, 8, 2, 6, 2]) == {(6,)}, "the latest of two places"
 
 
-def test_suffix_drafts_what_followed_most_often_and_by_the_longest_end_that_is_surest():
+def test_suffix_drafts_what_followed_most_often_by_the_surest_end_also_behind_what_a_grammar_forces():
     often = [5, 1, 0, 5, 2, 0, 5, 2, 0, 5, 2, 0, 5]
     assert drafted(Suffix(3), often) == {(2,), (2, 0)}
     assert (1,) in drafted(Suffix(20), often)
     assert drafted(Suffix(2), [8, 5, 1, 9, 5, 2, 9, 5, 2, 8, 5]) == {(1,)}, "2 is commoner, but not after 8, 5"
+    drafter = Suffix(3)
+    drafter.begin(0, [1, 2, 3, 4, 9])
+    assert nodes(drafter, [1, 2, 3, 4, 9]) == set()
+    assert nodes(drafter, [1, 2, 3, 4, 9, 1, 2]) == {(3,), (3, 4)}
+    drafter.learn(0, [1])
+    assert nodes(drafter, [1, 2, 3, 4, 9, 1]) == {(2,), (2, 3)}, "forced tokens were not counted"
 
 
 @pytest.mark.parametrize(("budget", "sure"), [(2, {2: 1.0}), (20, {1: 1 / 3, 2: 2 / 3})])
@@ -48,15 +54,6 @@ def test_suffix_is_as_sure_as_the_counts_of_the_end_say(budget, sure):
     text, drafter = (5, 1, 0, 5, 2, 0, 5, 2, 0, 5), Suffix(budget)
     drafter.begin(0, text)
     assert {each.tokens[0]: each.probabilities[0] for each in drafter.propose(0, text, 99)} == sure
-
-
-def test_suffix_drafts_behind_tokens_that_a_grammar_forces():
-    drafter = Suffix(3)
-    drafter.begin(0, [1, 2, 3, 4, 9])
-    assert nodes(drafter, [1, 2, 3, 4, 9]) == set()
-    assert nodes(drafter, [1, 2, 3, 4, 9, 1, 2]) == {(3,), (3, 4)}
-    drafter.learn(0, [1])
-    assert nodes(drafter, [1, 2, 3, 4, 9, 1]) == {(2,), (2, 3)}, "forced tokens were not counted"
 
 
 def answered(drafter, answer):
@@ -90,7 +87,7 @@ def test_what_suffix_forgets_leaves_nothing_behind(answers):
     assert set(drafter._earlier.followed) == {9}
 
 
-def test_token_recycling_remembers_the_last_row_of_each_token_of_the_tree():
+def test_token_recycling_remembers_the_last_row_of_each_token_of_the_tree_and_keeps_all_if_asked_to():
     drafter = TokenRecycling(4)
     drafter.begin(0, [0, 1])
     drafter.observe_prompt(0, [0, 1], [[7, 8], [3, 4]])
@@ -100,9 +97,6 @@ def test_token_recycling_remembers_the_last_row_of_each_token_of_the_tree():
     assert nodes(drafter, [0, 1]) == {(3,), (3, 7), (4,)}
     drafter.begin(1, [0, 1])
     assert nodes(drafter, [0, 1], 1) == set(), "another text has a matrix of its own"
-
-
-def test_token_recycling_keeps_the_matrix_if_asked_to():
     drafter = TokenRecycling(2, keep=True)
     drafter.begin(0, [1])
     drafter.observe_prompt(0, [1], [[3]])
@@ -118,7 +112,7 @@ def test_the_template_is_a_tree_of_the_likeliest_paths(size):
     assert all((*path[:-1], path[-1] - 1) in paths[:place] for place, path in enumerate(paths) if path[-1])
 
 
-def test_jacobis_choices_after_the_accepted_tokens_are_the_next_guesses():
+def test_jacobis_choices_after_the_accepted_tokens_and_forced_ones_are_the_next_guesses_and_others_stay():
     drafter = Jacobi(3)
     drafter.begin(0, [5, 6])
     drafter.learn(0, [1])
@@ -130,9 +124,6 @@ def test_jacobis_choices_after_the_accepted_tokens_are_the_next_guesses():
     (found,) = drafter.propose(0, (5, 6, 1, chain[0], 9), 9)
     assert found[:2] == [10, 11]
     assert len(found) == 3 and found[2] in {5, 6}
-
-
-def test_jacobis_guesses_that_were_not_fed_stay_at_their_places():
     drafter = Jacobi(5, seed=3)
     drafter.begin(0, [*range(20, 40)])
     (chain,) = drafter.propose(0, tuple(range(20, 40)), 9)
@@ -140,9 +131,6 @@ def test_jacobis_guesses_that_were_not_fed_stay_at_their_places():
     drafter.observe(0, [39, chain[0]], [-1, 0], [[1], [2]])
     (found,) = drafter.propose(0, (*range(20, 40), 1), 9)
     assert found[:4] == [2, *chain[2:]]
-
-
-def test_jacobi_takes_forced_tokens_as_guesses():
     drafter = Jacobi(4)
     drafter.begin(0, [3, 4])
     (behind,) = drafter.propose(0, (3, 4, 7, 8), 9)

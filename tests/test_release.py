@@ -4,8 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import lade
 from scripts import absolute_links, check_site
 
@@ -21,9 +19,6 @@ SHOWN = [
 CONTAINER = ROOT / "examples" / "container"
 
 
-# Install lines
-
-
 def unavailable(text: str) -> list[str]:
     """Install lines that would ask an index for this package, which is on none yet.
 
@@ -33,23 +28,14 @@ def unavailable(text: str) -> list[str]:
     return [line for line in lines if not re.search(r"\"lookahead-decoding\[\{extra\}\]|in a checkout", line)]
 
 
-def test_every_install_line_works_from_a_checkout():
+def test_every_install_line_works_from_a_checkout_and_its_extras_exist_and_others_would_be_noticed():
     wrong = {str(path.relative_to(ROOT)): unavailable(path.read_text(encoding="utf-8")) for path in SHOWN}
     assert {path: lines for path, lines in wrong.items() if lines} == {}
-
-
-def test_an_install_line_that_needs_an_index_would_be_noticed():
     assert unavailable('RUN pip install lookahead-decoding\n$ pip install "lookahead-decoding[serve]"\n') != []
     assert unavailable("$ pip install '.[serve]'\n") == []
-
-
-def test_the_extras_that_install_lines_name_exist():
     text = "\n".join(path.read_text(encoding="utf-8") for path in SHOWN)
     named = set(re.findall(r"pip install (?:\S+ )*'[./a-z]*\[(\w+)\]'", text))
     assert {"serve", "grammar", "scale"} <= named <= set(PROJECT["optional-dependencies"])
-
-
-# Licences
 
 
 def test_every_licence_text_is_shipped_and_every_licence_is_named():
@@ -57,9 +43,6 @@ def test_every_licence_text_is_shipped_and_every_licence_is_named():
     texts = [path for path in (ROOT / "lade").rglob("*LICENSE*") if path.is_file()]
     assert {*texts, ROOT / "LICENSE"} == files
     assert set(PROJECT["license"].split(" AND ")) == {"Apache-2.0", "BSD-3-Clause", "MIT", "PSF-2.0"}
-
-
-# The README on an index
 
 
 def relative(text: str) -> list[str]:
@@ -72,52 +55,36 @@ def test_the_readme_of_an_index_has_no_relative_links():
     assert len(relative(readme)) > 10 and relative(moved) == []
     assert "(https://example.org/a/b/raw/v1/docs/images/output.svg)" in moved
     assert "(https://example.org/a/b/blob/v1/docs/howto/slower.md)" in moved
-    assert re.findall(r"\]\((http[^)]+)\)", readme) == [
-        link for link in re.findall(r"\]\((http[^)]+)\)", moved) if "example.org" not in link
-    ]
+    before, after = (re.findall(r"\]\((http[^)]+)\)", text) for text in (readme, moved))
+    assert before == [link for link in after if "example.org" not in link]
 
 
-# Publishing
-
-
-def test_the_version_is_in_one_place():
+def test_the_version_is_in_one_place_where_the_check_of_a_tag_finds_it():
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
     places = [ROOT / "README.md", ROOT / "CITATION.cff", ROOT / "Makefile", ROOT / "pyproject.toml"]
     assert [path.name for path in places if lade.__version__ in path.read_text(encoding="utf-8")] == []
     assert f"## [{lade.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_the_check_of_a_tag_would_find_the_version():
     publish = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
     assert r'grep -qxF "__version__ = \"${GITHUB_REF_NAME#v}\"" lade/version.py' in publish
     assert f'__version__ = "{lade.__version__}"' in (ROOT / "lade" / "version.py").read_text().splitlines()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
-def test_actions_are_pinned_to_commits(path):
-    used = re.findall(r"uses: (\S+)", path.read_text(encoding="utf-8"))
-    assert used and all(re.search(r"@[0-9a-f]{40}$", action) for action in used)
+def test_actions_are_pinned_to_commits():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", path.read_text(encoding="utf-8"))
+        assert used and all(re.search(r"@[0-9a-f]{40}$", action) for action in used), path.name
 
 
-# The container and the service
+def test_the_page_shows_the_files_of_the_container_which_serves_as_a_user_of_its_own_and_is_probed():
+    from lade.server.settings import PROBES
 
-
-def test_the_page_shows_the_files_of_the_container():
     page = (ROOT / "docs" / "howto" / "containers.md").read_text(encoding="utf-8")
     assert f"```dockerfile\n{(CONTAINER / 'Dockerfile').read_text()}```" in page
     assert f"```ini\n{(CONTAINER / 'lade.service').read_text()}```" in page
-
-
-def test_the_container_serves_as_a_user_of_its_own_and_is_probed():
-    from lade.server.settings import PROBES
-
     lines = (CONTAINER / "Dockerfile").read_text()
     assert "ARG TORCH=torch\n" in lines and "[serve]" in lines and "\nUSER lade\n" in lines
     (probe,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", lines)
     assert probe in PROBES and "HEALTHCHECK" in lines
-
-
-# The site
 
 
 def test_examples_that_became_prose_and_signatures_on_one_line_would_be_noticed():

@@ -21,6 +21,7 @@ HUB_ID = "Qwen/Qwen3-0.6B"
 FRAMEWORKS = {"langchain_huggingface", "lm_eval", "outlines", "smolagents"}
 PROMPT = "def fibonacci(n):"
 LOADING = "AutoModelForCausalLM.from_pretrained(name)"
+"""As the checkpoint has it, which in the embedded one's and most others' is bfloat16."""
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
@@ -66,13 +67,9 @@ def undone(monkeypatch, tmp_path):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_python_blocks_run_in_order(page, names, undone):
-    with pytest.warns(lade.PrecisionWarning) if loads_in_16_bits(page) else nullcontext():
+    warned = any(LOADING in block for block in blocks(page))
+    with pytest.warns(lade.PrecisionWarning) if warned else nullcontext():
         run(page, names)
-
-
-def loads_in_16_bits(page: Path) -> bool:
-    """Whether it loads a model as the checkpoint has it, which in the embedded one's and most others' is bfloat16."""
-    return any(LOADING in block for block in blocks(page))
 
 
 def run(page: Path, names: dict[str, Any]) -> None:

@@ -50,12 +50,9 @@ def test_drafts_are_what_was_fed_beside_the_root_and_accepted_where_they_were_em
     stats.add(step(1, ["bonus"]))
     assert (stats.draft_tokens, stats.accepted_draft_tokens) == (8, 4)
     assert stats.acceptance_rate == 0.5
-
-
-def test_beams_have_no_drafts_of_their_own():
-    stats = Stats()
-    stats.add(step(12, ["beam", "beam"]))
-    assert (stats.draft_tokens, stats.acceptance_rate, stats.tokens_per_step) == (0, 0.0, 2.0)
+    beams = Stats()
+    beams.add(step(12, ["beam", "beam"]))
+    assert (beams.draft_tokens, beams.acceptance_rate, beams.tokens_per_step) == (0, 0.0, 2.0), "none of their own"
 
 
 def test_merged_figures_are_those_of_one_run_after_the_other():
@@ -81,14 +78,11 @@ def test_merging_keeps_the_lists_short_too(monkeypatch):
     assert stats.tokens_per_step == pytest.approx(7 / 4) and sum(stats.histogram.values()) == 4
 
 
-def test_explain_says_what_drafts_brought_and_what_passes_cost():
+def test_explain_says_what_drafts_brought_what_passes_cost_what_stands_in_the_way_and_when_drafting_rested():
     stats = ran([(8, 3), (1, 1), (8, 2), (8, 2)])
     assert stats.explain().startswith("Drafted in 3 of 4 steps: drafts brought 1.0 tokens a step.")
     stats.surroundings = Surroundings({1: 0.5, 8: 0.55})
     assert "8 tokens takes 1.10 times as long as over one: about 0.9 times as fast" in stats.explain()
-
-
-def test_explain_says_what_stands_in_the_way():
     poor = ran([(1, 1)] * 10)
     assert "lade.Memory()" in poor.explain()
     poor.surroundings = Surroundings(keeps_memory=True, contention="The machine is busy: ...")
@@ -98,6 +92,14 @@ def test_explain_says_what_stands_in_the_way():
     poor.fallback = "GPTNeoForCausalLM has local attention"
     assert poor.explain().startswith("Running at normal speed: GPTNeoForCausalLM has local attention.")
     assert "Nothing to explain" in Stats().explain()
+    stats = Stats()
+    stats.add(Step(0, [1], ["prefill"], 3, 0.1))
+    for index in range(1, 5):
+        stats.add(Step(index, [1], ["bonus"], 1, 0.1, rested=index > 2), forward_s=0.1)
+    assert stats.resting_steps == 2 and "Drafting rested in 2 steps" in stats.explain()
+    other = Stats()
+    other.merge(stats)
+    assert other.resting_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -133,17 +135,6 @@ def test_slow_work_is_announced_unless_it_is_logged(monkeypatch, capsys, takes_s
         time.sleep(takes_s)
     time.sleep(0.15)
     assert capsys.readouterr().err.count("lade: packing\n") == shown
-
-
-def test_explain_says_when_drafting_rested():
-    stats = Stats()
-    stats.add(Step(0, [1], ["prefill"], 3, 0.1))
-    for index in range(1, 5):
-        stats.add(Step(index, [1], ["bonus"], 1, 0.1, rested=index > 2), forward_s=0.1)
-    assert stats.resting_steps == 2 and "Drafting rested in 2 steps" in stats.explain()
-    other = Stats()
-    other.merge(stats)
-    assert other.resting_steps == 2
 
 
 def test_a_text_that_nothing_can_be_drafted_for_says_that_drafting_rests(monkeypatch):

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 from lade.testing import toy_model
 from lade_lab import results as records
 from lade_lab.harness.arms import Models
 from lade_lab.workloads import Item, Workload
 
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 VOCABULARY = 48
 FIRST = ord("A")
+
+
+def experiment(patch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """A program of `lab/experiments`, which is no package."""
+    patch.syspath_prepend(EXPERIMENTS)
+    return importlib.import_module(name)
 
 
 class Letters:

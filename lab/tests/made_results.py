@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import replace
+from itertools import product
 
 from lade_lab.results import Environment, Method, Mismatch, Model, Results, Sample, Settings, StepCurve, Workload
 
@@ -71,26 +72,14 @@ def sample_of(method: Method, workload: str, prompt: str, turn: int, repeat: int
                     places.append({})
                 places[place][source] = places[place].get(source, 0) + 1
     return Sample(
-        workload=workload,
-        prompt=prompt,
-        turn=turn,
-        prompt_sha256=sha((workload, prompt, turn)),
-        prompt_tokens=60 + 7 * len(prompt),
-        method=method.name,
-        seed=0,
-        repeat=repeat,
-        new_tokens=tokens,
-        seconds=0.15 + decode_s + 0.002,
-        prefill_s=0.15,
-        decode_s=decode_s,
-        forward_s=0.0 if method.kind.startswith("hf") else sum(forward),
-        steps=len(steps),
-        step_tokens=[fed for fed, _ in steps],
-        accepted=[len(sources) for _, sources in steps],
-        sources=places,
+        workload=workload, prompt=prompt, turn=turn, prompt_sha256=sha((workload, prompt, turn)),
+        prompt_tokens=60 + 7 * len(prompt), method=method.name, seed=0, repeat=repeat, new_tokens=tokens,
+        seconds=0.15 + decode_s + 0.002, prefill_s=0.15, decode_s=decode_s,
+        forward_s=0.0 if method.kind.startswith("hf") else sum(forward), steps=len(steps),
+        step_tokens=[fed for fed, _ in steps], accepted=[len(sources) for _, sources in steps], sources=places,
         distinct_4grams=random.Random(f"{prompt} {turn}").uniform(0.78, 0.99),
         output_sha256=sha((workload, prompt, turn, tokens)),
-    )
+    )  # fmt: skip
 
 
 def made_results(
@@ -98,38 +87,25 @@ def made_results(
 ) -> Results:
     """A complete run on 500 M parameters in bfloat16: gains, losses, near ties and one fault."""
     samples = []
-    for workload in workloads:
-        for number in range(prompts):
-            prompt = f"{workload}/{number}"
-            for turn in range(2 if workload == "mt-bench" else 1):
-                tokens = random.Random(f"{prompt} {turn}").randint(60, 128)
-                for repeat in range(repeats):
-                    samples += [sample_of(method, workload, prompt, turn, repeat, tokens) for method in methods]
-    curves = [
-        StepCurve(
-            packed,
-            cached,
-            SIZES,
-            [[step_s(n * (1 + cached / 4000 + (not packed)), packed) * k for k in (0.98, 1.0, 1.03)] for n in SIZES],
-        )
-        for packed in (False, True)
-        for cached in (64, 512)
-    ]
-    near = Mismatch(
-        workloads[0], f"{workloads[0]}/1", 0, "adaptive", 0, 0, "hf", 17, 400, 812, 11.25, 11.1875, 1.0, True
-    )
+    for workload, number in product(workloads, range(prompts)):
+        prompt = f"{workload}/{number}"
+        for turn in range(2 if workload == "mt-bench" else 1):
+            tokens = random.Random(f"{prompt} {turn}").randint(60, 128)
+            for repeat, method in product(range(repeats), methods):
+                samples.append(sample_of(method, workload, prompt, turn, repeat, tokens))
+    curves = []
+    for packed, cached in product((False, True), (64, 512)):
+        passes = [step_s(n * (1 + cached / 4000 + (not packed)), packed) for n in SIZES]
+        curves.append(StepCurve(packed, cached, SIZES, [[took * k for k in (0.98, 1.0, 1.03)] for took in passes]))
+    place = (workloads[0], f"{workloads[0]}/1", 0)
+    near = Mismatch(*place, "adaptive", 0, 0, "hf", 17, 400, 812, 11.25, 11.1875, 1.0, True)
     fault = replace(near, method="jacobi", place=3, found_score=9.0, ulps=36.0, near_tie=False)
     named = {method.name: method for method in methods}
+    versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "lade": "0.4.0"}
     return Results(
         created="2026-01-02T03:04:05+00:00",
         command=["lade", "bench", "--model", "stories3M-hf", "--prompts", "my prompts/human eval.jsonl", "--pack"],
-        environment=Environment(
-            device="AMD EPYC 9654 96-Core Processor, 2 cores",
-            threads=2,
-            versions={"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "lade": "0.4.0"},
-            platform="Linux x86_64",
-            commit="0123abc",
-        ),
+        environment=Environment("AMD EPYC 9654 96-Core Processor, 2 cores", 2, versions, "Linux x86_64", "0123abc"),
         model=Model("stories3M-hf", "llama", 501_800_000, "bfloat16", inflated_from=3_100_000),
         settings=Settings(max_new_tokens=128, repeats=repeats),
         workloads=[Workload(name, name, prompts, sha(name)) for name in workloads],

@@ -83,6 +83,12 @@ def test_without_results_there_are_no_figures(scripts, copied):
     assert overview.count("not run yet") == len(scripts.catalogue.BENCHMARKS) + 2
 
 
+def cells_of(folder, name):
+    """Cells of a benchmark's line in the overview."""
+    (line,) = re.findall(rf"^\| \[{name}\].*$", (folder / "README.md").read_text("utf-8"), re.M)
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def test_results_become_tables_and_pictures(scripts, copied):
     folder = copied / "sampling" / "temperature-0.7"
     folder.mkdir()
@@ -98,8 +104,7 @@ def test_results_become_tables_and_pictures(scripts, copied):
     results = scripts.summarize.Results.load(folder / "results.json")
     row = summarise(results).overall.row("adaptive-warm")
     expected = f"{row.speedup.each.median:.2f} (S {row.tokens_per_step:.2f})"
-    (line,) = re.findall(r"^\| \[sampling/temperature-0.7\].*$", (copied / "README.md").read_text("utf-8"), re.M)
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    cells = cells_of(copied, "sampling/temperature-0.7")
     assert cells[-1] == expected and cells[0].endswith("(sampling/README.md)")
     assert cells[2] == "1 of 18 DIFFER" and cells[3] == f"{summarise(results).overall.row('hf').decode_rate.median:.1f}"
     assert cells[5] == f"{summarise(results).overall.row('plain').speedup.each.median:.2f}"
@@ -116,8 +121,7 @@ def test_losses_near_ties_and_interrupted_runs_are_told(scripts, copied):
     (copied / "smollm2-135m" / "results.json").write_text(json.dumps(found))
     scripts.summarize.write_pages(copied)
     assert "Run on 2026-01-02, interrupted:" in (copied / "smollm2-135m" / "README.md").read_text("utf-8")
-    (line,) = re.findall(r"^\| \[smollm2-135m\].*$", (copied / "README.md").read_text("utf-8"), re.M)
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    cells = cells_of(copied, "smollm2-135m")
     assert cells[2] == "incomplete; 1 of 15 diverge at near ties" and cells[4] == "-" and cells[7].startswith("▼ 0.0")
 
 
@@ -153,21 +157,16 @@ def test_every_benchmark_has_a_page_that_shows_it_and_says_its_command(scripts):
         assert ("--models FOLDER --data FOLDER" in command) == bool(benchmark.model)
 
 
-def test_links_lead_somewhere():
+def test_links_lead_somewhere_and_results_say_nothing_of_the_folders_of_a_machine():
     for page in FOLDER.rglob("README.md"):
         for link in re.findall(r'\]\(([^)#]+)\)|(?:src|srcset)="([^"]+)"', page.read_text("utf-8")):
             target = link[0] or link[1]
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
+    for file in (*FOLDER.rglob("results.json"), *FOLDER.rglob("scaling.json")):
+        assert not re.search(r'"(--[\w-]+=)?(/|~|[A-Za-z]:\\)', file.read_text("utf-8")), file
 
 
-# Results
-
-
-def test_results_say_nothing_of_the_folders_of_a_machine():
-    files = [*FOLDER.rglob("results.json"), *FOLDER.rglob("scaling.json")]
-    for file in files:
-        text = file.read_text("utf-8")
-        assert not re.search(r'"(--[\w-]+=)?(/|~|[A-Za-z]:\\)', text), file
+# Running
 
 
 def test_commands_are_recorded_without_folders(tmp_path, monkeypatch):
@@ -177,9 +176,6 @@ def test_commands_are_recorded_without_folders(tmp_path, monkeypatch):
     kept = ["org/name", "--limit", "3", "--methods", "lookahead=15,5,15,adaptive", "nowhere/new", "1e9", ".", "/"]
     shortened = ["lade", "bench", "--model", "model", "--out=c", "-w", "p.jsonl#story", "z", "here"]
     assert command_line([*given, "in/here", *kept]) == [*shortened, *kept]
-
-
-# Running
 
 
 def test_the_commands_are_valid(scripts, tmp_path):
@@ -224,28 +220,20 @@ def test_without_names_it_lists_them(scripts, tmp_path, capsys):
     assert [line.split()[0] for line in lines if " complete " in line] == ["embedded-code"]
 
 
-class Process:
-    """Stands for a process that runs a benchmark; class attributes say how each ends."""
-
-    codes: list[int]
-    interrupted = False
-    calls: list[list[str]]
-
-    def __init__(self, words):
-        type(self).calls.append(words)
-
-    def wait(self):
-        if type(self).interrupted:
-            type(self).interrupted = False
-            raise KeyboardInterrupt
-        return type(self).codes.pop(0)
-
-
 @pytest.fixture
 def process(scripts, monkeypatch):
-    monkeypatch.setattr(scripts.run.subprocess, "Popen", Process)
-    Process.codes, Process.calls, Process.interrupted = [], [], False
-    return Process
+    """Stands for the processes that run benchmarks: how each wait for one ends, and the words that it had."""
+    made = SimpleNamespace(ends=[], calls=[])
+
+    def wait():
+        end = made.ends.pop(0)
+        if end is KeyboardInterrupt:
+            raise end
+        return end
+
+    monkeypatch.setattr(scripts.run.subprocess, "Popen", lambda words: made.calls.append(words) or made)
+    made.wait = wait
+    return made
 
 
 def given_folders(folder, scripts):
@@ -259,7 +247,7 @@ def given_folders(folder, scripts):
 
 
 def test_benchmarks_run_in_turn_and_a_difference_ends_nothing(scripts, process, tmp_path, capsys):
-    process.codes = [1, 0]
+    process.ends = [1, 0]
     names = ["scaling", "embedded-code", "scaling"]
     folders = given_folders(tmp_path, scripts)
     (tmp_path / "embedded-code").mkdir()
@@ -276,11 +264,11 @@ def test_benchmarks_run_in_turn_and_a_difference_ends_nothing(scripts, process, 
 
 
 def test_an_interruption_or_bad_input_ends_it_when_the_process_has_ended(scripts, process, tmp_path):
-    process.codes, process.interrupted = [130, 0], True
+    process.ends = [KeyboardInterrupt, 130, 0]
     words = ["embedded-code", "scaling", *given_folders(tmp_path, scripts), "--out", str(tmp_path)]
     assert scripts.run.main(words) == 130
-    assert process.codes == [0], "it did not wait for the process, or went on"
-    process.codes = [2]
+    assert process.ends == [0], "it did not wait for the process, or went on"
+    process.ends = [2]
     assert scripts.run.main(words) == 2
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -27,53 +28,43 @@ def sample(method, prompt, seconds, *, repeat=0, workload="stories"):
 
 def run(prompts=20, repeats=1, *, slower=None, noise=0.0, machine=1.0, seed=0, workloads=("stories",)):
     """A run; `slower`: seconds of a method times a factor; `noise`: standard deviation of the seconds' logarithm."""
-    generator = np.random.default_rng(seed)
-    samples = [
-        sample(
-            method,
-            f"p{prompt}",
-            machine * (slower or {}).get(method, 1.0) * (1 + prompt / prompts) * math.exp(noise * generator.normal()),
-            repeat=repeat,
-            workload=workload,
-        )
-        for workload in workloads
-        for prompt in range(prompts)
-        for repeat in range(repeats)
-        for method in METHODS
-    ]
+    generator, samples = np.random.default_rng(seed), []
+    for workload, prompt, repeat, method in product(workloads, range(prompts), range(repeats), METHODS):
+        seconds = machine * (slower or {}).get(method, 1.0) * (1 + prompt / prompts)
+        seconds *= math.exp(noise * generator.normal())
+        samples.append(sample(method, f"p{prompt}", seconds, repeat=repeat, workload=workload))
     return Results(
-        created="2026-01-01T00:00:00+00:00",
-        command=["lade", "bench"],
-        environment=Environment("a machine", 1, {"torch": "2.13.0"}, "Linux", None),
-        model=Model("small", "llama", 3_000_000, "float32"),
-        settings=Settings(101, repeats=repeats),
-        workloads=[Workload(name, "jsonl", prompts) for name in workloads],
-        methods=[Method(name, name) for name in METHODS],
-        reference="hf",
-        complete=True,
-        samples=samples,
-    )
+        "2026-01-01T00:00:00+00:00", ["lade", "bench"],
+        Environment("a machine", 1, {"torch": "2.13.0"}, "Linux", None), Model("small", "llama", 3_000_000, "float32"),
+        Settings(101, repeats=repeats), [Workload(name, "jsonl", prompts) for name in workloads],
+        [Method(name, name) for name in METHODS], "hf", True, samples,
+    )  # fmt: skip
+
+
+def slower_where(results, factor, where):
+    """The same run, in which some samples take so many times as long."""
+    samples = [replace(s, decode_s=factor * s.decode_s) if where(s) else s for s in results.samples]
+    return replace(results, samples=samples)
 
 
 def verdicts(comparison):
     return {change.method: change.verdict for change in comparison.changes}
 
 
-def test_a_run_and_itself_do_not_differ():
+def test_a_run_and_itself_do_not_differ_and_the_same_files_give_the_same_answer():
     found = compare(run(noise=0.1), run(noise=0.1), tolerance=0.0)
     assert set(verdicts(found).values()) == {"no difference seen"} and found.failures == []
     assert all(change.rate.ratio == 1.0 and not change.paths and not change.texts for change in found.changes)
     assert (found.warnings, found.forced, found.only_a, found.only_b) == ((), (), (), ())
+    a, b = run(noise=0.1, seed=1), run(noise=0.1, seed=2)
+    assert compare(a, b) == compare(a, b) != compare(a, b, seed=1)
 
 
-def test_a_method_that_got_slower_is_found_and_only_it():
+def test_a_method_that_got_slower_is_found_and_only_it_and_one_that_got_faster_does_not_fail():
     found = compare(run(noise=0.02, seed=3), run(noise=0.02, seed=4, slower={"adaptive": 1.1}))
     assert verdicts(found) == {"hf": "no difference seen", "adaptive": "slower", "lookahead": "no difference seen"}
     (failure,) = found.failures
     assert failure.method == "adaptive" and failure.interval.low < 1 / 1.1 < failure.interval.high
-
-
-def test_a_method_that_got_faster_does_not_fail():
     found = compare(run(noise=0.02, seed=1), run(noise=0.02, seed=2, slower={"adaptive": 1 / 1.1}))
     assert verdicts(found)["adaptive"] == "faster" and not found.failures
 
@@ -95,15 +86,12 @@ def test_a_slower_machine_is_cancelled_by_the_reference():
     assert {failure.method for failure in absolute.failures} == set(METHODS) and drift(absolute) is None
 
 
-def test_without_a_shared_reference_rates_are_judged():
+def test_without_a_shared_reference_another_plain_method_is_taken_or_rates_are_judged():
     a, b = run(seed=1, noise=0.02), run(seed=2, noise=0.02, slower={"adaptive": 1.2})
     b.samples = [each for each in b.samples if each.method != "hf"]
     found = compare(a, b)
     assert found.reference is None and found.only_a == ("method 'hf'",)
     assert [failure.method for failure in found.failures] == ["adaptive"]
-
-
-def test_a_renamed_reference_is_replaced_by_another_plain_method():
     a, b = run(seed=1, noise=0.02), run(seed=2, noise=0.02, machine=2.0)
     b.reference, a.reference = "adaptive", "gone"
     assert compare(a, b).reference == "adaptive"
@@ -150,10 +138,7 @@ def test_of_few_prompts_each_answer_counts():
 
 def test_one_hiccup_in_several_repeats_does_not_count():
     a, b = run(repeats=3, noise=0.001, seed=1), run(repeats=3, noise=0.001, seed=2)
-    b.samples = [
-        replace(each, decode_s=9 * each.decode_s) if each.repeat == 1 and each.method == "adaptive" else each
-        for each in b.samples
-    ]
+    b = slower_where(b, 9, lambda sample: (sample.repeat, sample.method) == (1, "adaptive"))
     assert compare(a, b).changes[1].rate.ratio == pytest.approx(1.0, abs=0.01)
 
 
@@ -169,12 +154,8 @@ def test_answers_are_paired_one_by_one():
 
 
 def test_workloads_are_told_apart():
-    a = run(workloads=("stories", "code"), noise=0.01, seed=1)
-    b = run(workloads=("stories", "code"), noise=0.01, seed=2)
-    b.samples = [
-        replace(s, decode_s=1.2 * s.decode_s) if (s.workload, s.method) == ("code", "lookahead") else s
-        for s in b.samples
-    ]
+    a, b = (run(workloads=("stories", "code"), noise=0.01, seed=seed) for seed in (1, 2))
+    b = slower_where(b, 1.2, lambda sample: (sample.workload, sample.method) == ("code", "lookahead"))
     (failure,) = compare(a, b).failures
     assert (failure.workload, failure.method) == ("code", "lookahead")
 
@@ -264,8 +245,3 @@ def test_answers_of_one_token_have_no_speed():
     a.samples = [replace(each, new_tokens=1, decode_s=0.0) for each in a.samples]
     found = compare(a, copy.deepcopy(a))
     assert all(change.rate.units == 0 and change.verdict == "no difference seen" for change in found.changes)
-
-
-def test_the_same_files_give_the_same_answer():
-    a, b = run(noise=0.1, seed=1), run(noise=0.1, seed=2)
-    assert compare(a, b) == compare(a, b) != compare(a, b, seed=1)

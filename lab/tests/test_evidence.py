@@ -1,6 +1,5 @@
-"""Experiments behind docs/evidence.md: what they judge wrong is counted, and runs go on where they ended."""
+"""Programs of `lab/experiments`, above all those behind docs/evidence.md: wrong is counted, and runs go on."""
 
-import importlib
 import json
 import random
 from contextlib import ExitStack
@@ -8,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from bench_toys import EXPERIMENTS, experiment
+from mtp_toys import needs_mtp
+from pretend import no_warm_up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade.embedded import model_path
-from lade.server import service
 from lade.testing import toy_model
 from lade_lab.served import Reply
 
@@ -23,15 +23,23 @@ SCHEMAS = [
 ]
 
 
-def experiment(name, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
-    return importlib.import_module(name)
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_program_imports_and_says_how_it_is_called(path, monkeypatch):
+    if path.stem == "write_gguf":
+        pytest.importorskip("gguf")
+    assert f"python lab/experiments/{path.name}" in experiment(monkeypatch, path.stem).__doc__
+
+
+def embedded(dtype):
+    """The embedded model, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=dtype)
+    return model.eval(), AutoTokenizer.from_pretrained(model_path())
 
 
 @pytest.fixture
 def structured(monkeypatch):
     """With few users."""
-    found = experiment("structured", monkeypatch)
+    found = experiment(monkeypatch, "structured")
     monkeypatch.setattr(found, "USERS", 8)
     return found
 
@@ -39,7 +47,7 @@ def structured(monkeypatch):
 @pytest.fixture
 def ledger(monkeypatch):
     """With short texts."""
-    found = experiment("ledger", monkeypatch)
+    found = experiment(monkeypatch, "ledger")
     monkeypatch.setattr(found, "TOKENS", 12)
     return found
 
@@ -47,7 +55,7 @@ def ledger(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Servers do not warm up first."""
-    monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
+    no_warm_up(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +76,9 @@ def test_answers_are_judged_by_schema_and_by_plain_decoding(structured, reply, f
 
 
 def test_schemas_are_asked_for_in_every_situation_and_a_run_goes_on(structured, quick, tmp_path):
-    out, model = tmp_path / "answers.jsonl", AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    out, (model, tokenizer) = tmp_path / "answers.jsonl", embedded(torch.float64)
     settings = structured.Settings(max_rows=4, max_waiting=64, prefix_cache=2**26)
-    plain = structured.Plain(model.eval(), tokenizer, 12)
+    plain = structured.Plain(model, tokenizer, 12)
     with structured.server(structured.ServedModel(model, tokenizer, context=1024), settings) as url:
         structured.run_schemas(url, plain, SCHEMAS[::2], 12, out, 1e18)
         first = structured.lines(out)
@@ -94,14 +101,11 @@ def test_descriptions_of_functions_become_schemas(structured):
 
 
 def test_forced_calls_are_counted(structured, quick, tmp_path, monkeypatch):
-    function = {
-        "name": "math.add",
-        "parameters": {"type": "dict", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
-    }
+    parameters = {"type": "dict", "properties": {"up": {"type": "boolean"}}, "required": ["up"]}
+    function = {"name": "math.add", "parameters": parameters}
     line = {"question": [[{"role": "user", "content": "go"}]], "function": [function]}
     (tmp_path / "BFCL_v4_simple_python.json").write_text(json.dumps(line) + "\n")
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float64).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    model, tokenizer = embedded(torch.float64)
     tokenizer.chat_template = structured.TOOLS
     served = structured.ServedModel(model, tokenizer, context=1024)
     with structured.server(served, structured.Settings(max_rows=2)) as url:
@@ -110,8 +114,16 @@ def test_forced_calls_are_counted(structured, quick, tmp_path, monkeypatch):
     assert counts["arguments that do not fit"] == 0 and "arguments that do not parse" not in counts
 
 
-def test_the_ledger_counts_from_the_first_difference_on(ledger):
+def test_the_ledger_counts_from_the_first_difference_on_and_takes_what_has_fewest_tokens_or_least_time(ledger):
     assert ledger.differing([([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 9, 3]), ([1, 2, 3], [1])]) == 4
+    models = [ledger.Subject(name, "float64", toy_model("llama"), None, ExitStack()) for name in "ab"]
+    piece = {"path": "greedy", "dtype": "float64", "tokens": 128}
+    known = [{**piece, "model": "a", "seconds": 2.0}, {**piece, "model": "b", "seconds": 1.0}]
+    wide = {**piece, "path": "batch", "model": "a", "tokens": 300 * ledger.SHARE["batch"], "seconds": 3.0}
+    paths = ["greedy", "batch"]
+    assert ledger.behind([*known, wide], paths, models) == ("greedy", models[1], 1)
+    assert ledger.behind([*known, known[0], wide], paths, models) == ("batch", models[1], 0)
+    assert ledger.until([5, 1, 0, 0], 1) == [5, 1] and ledger.until([5, 1, 0], None) == [5, 1, 0]
 
 
 def test_the_ledger_goes_on_behind_its_end_and_notices_what_differs(ledger, quick, tmp_path, monkeypatch):
@@ -142,33 +154,18 @@ def test_the_ledger_asks_a_given_model_the_questions_of_a_file(ledger, tmp_path)
         assert subject.tokenizer.decode(subject.prompt(random.Random(0)), skip_special_tokens=True) == "def f(x):"
 
 
-def test_the_ledger_takes_the_path_with_fewest_tokens_and_the_model_with_least_time(ledger):
-    models = [ledger.Subject(name, "float64", toy_model("llama"), None, ExitStack()) for name in "ab"]
-    piece = {"path": "greedy", "dtype": "float64", "tokens": 128}
-    known = [{**piece, "model": "a", "seconds": 2.0}, {**piece, "model": "b", "seconds": 1.0}]
-    wide = {**piece, "path": "batch", "model": "a", "tokens": 300 * ledger.SHARE["batch"], "seconds": 3.0}
-    paths = ["greedy", "batch"]
-    assert ledger.behind([*known, wide], paths, models) == ("greedy", models[1], 1)
-    assert ledger.behind([*known, known[0], wide], paths, models) == ("batch", models[1], 0)
-    assert ledger.until([5, 1, 0, 0], 1) == [5, 1] and ledger.until([5, 1, 0], None) == [5, 1, 0]
-
-
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="transformers reads no MTP layers"
-)
+@needs_mtp
 def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick):
     with ExitStack() as stack:
-        model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(model_path())
-        embedded = ledger.Subject("embedded", "float32", model.eval(), tokenizer, stack)
-        assert ledger.applies("MTP", embedded)
+        trained = ledger.Subject("embedded", "float32", *embedded(torch.float32), stack)
+        assert ledger.applies("MTP", trained)
         for path, seed in (("MTP", 0), ("MTP", 1), ("grammar", 0), ("grammar", 2), ("server", 0)):
-            pairs = ledger.PATHS[path](embedded, random.Random(seed))
+            pairs = ledger.PATHS[path](trained, random.Random(seed))
             assert pairs and all(plain and plain == own for plain, own in pairs), path
 
 
 def test_recorded_answers_are_decoded_by_a_server(quick, monkeypatch):
-    agents = experiment("agents", monkeypatch)
+    agents = experiment(monkeypatch, "agents")
     call = {"function": {"name": "look", "arguments": '{"at": 1}'}}
     messages = [
         {"role": "system", "content": "Look first."},
@@ -185,7 +182,7 @@ def test_recorded_answers_are_decoded_by_a_server(quick, monkeypatch):
 
 
 def test_other_servers_are_compared_with_themselves(monkeypatch):
-    peers = experiment("structured_peers", monkeypatch)
+    peers = experiment(monkeypatch, "structured_peers")
     fields = {"server": "vLLM", "temperature": 0.0, "id": "a", "ended": True, "valid": True, "accepted": 0}
     records = [
         {**fields, "speculation": "none", "users": 1, "tokens": [1, 2, 3, 4]},
@@ -205,7 +202,7 @@ def test_other_servers_are_compared_with_themselves(monkeypatch):
 
 def test_weights_of_a_gguf_file_pair_what_is_rotated_together(monkeypatch):
     pytest.importorskip("gguf")
-    write_gguf = experiment("write_gguf", monkeypatch)
+    write_gguf = experiment(monkeypatch, "write_gguf")
     config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1})
     rows = torch.arange(8.0)[:, None]
     pairs = write_gguf.paired("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].tolist()
@@ -214,7 +211,7 @@ def test_weights_of_a_gguf_file_pair_what_is_rotated_together(monkeypatch):
 
 
 def test_tables_of_the_page_are_made_of_results(monkeypatch, tmp_path):
-    evidence = experiment("evidence", monkeypatch)
+    evidence = experiment(monkeypatch, "evidence")
     page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
     assert all(f"<!-- table: {name} -->\n\n|" in page for name in evidence.TABLES)
     piece = {"path": "greedy", "model": "toy", "dtype": "float64", "texts": 1, "tokens": 1280, "different": 3}
@@ -229,7 +226,7 @@ def test_tables_of_the_page_are_made_of_results(monkeypatch, tmp_path):
 
 
 def test_a_copy_of_the_ledger_writes_the_text_of_its_model(ledger):
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.bfloat16).eval()
+    model, _ = embedded(torch.bfloat16)
     subject = ledger.Subject("embedded", "bfloat16", ledger.promised(model), None, ExitStack())
     copied = ledger.reloaded(subject)
     own, other = dict(model.named_buffers()), dict(copied.named_buffers())

@@ -9,17 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_toys import Chatty, Letters, models, workload
-from spies import failing, watched
+from spies import answered, failing, watched
 
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedError
 from lade.memory import Memory
 from lade.stats import Stats
 from lade.testing import toy_model
-from lade_lab.harness import arms as arms_module
-from lade_lab.harness import benchmark
 from lade_lab.harness import experiment as module
-from lade_lab.harness.arms import Completion, Meter, OwnArm, TransformersArm, digest
+from lade_lab.harness.arms import Completion, Meter, OwnArm, Pass, TransformersArm, digest
 from lade_lab.harness.benchmark import commit_of, prepare
 from lade_lab.harness.experiment import jobs_of
 from lade_lab.harness.methods import parse_all
@@ -87,15 +85,12 @@ def test_the_hashes_are_of_ids_as_little_endian_int64(results):
     assert results.samples[0].output_sha256 == digest(plain_answer(models().plain, "HELLO"))
 
 
-def test_plain_methods_feed_one_token_a_step(results):
+def test_plain_methods_feed_one_token_a_step_and_sources_are_counted_by_place(results):
     for method in ("hf", "plain"):
         for sample in results.of(method):
             assert sample.step_tokens == sample.accepted == [1] * (NEW - 1)
     assert all(fed == 9 for sample in results.of("jacobi") for fed in sample.step_tokens)
     assert any(fed > 1 for sample in results.of("adaptive 12") for fed in sample.step_tokens)
-
-
-def test_sources_are_counted_by_place(results):
     for method in results.methods:
         for sample in results.of(method.name):
             if method.kind.startswith("hf"):
@@ -107,13 +102,10 @@ def test_sources_are_counted_by_place(results):
     assert any("memory" in place for sample in results.of("adaptive 12") for place in sample.sources)
 
 
-def test_a_kept_memory_helps_with_a_prompt_seen_before_and_only_there(results):
+def test_a_kept_memory_helps_with_a_prompt_seen_before_in_the_same_workload_seed_and_repeat_alone(results):
     first, _, again = results.of("adaptive-warm 12")
     assert again.steps < first.steps, "the third prompt is the first again"
     assert first.steps == next(results.of("adaptive 12")).steps, "it begins empty, whatever the warm-up has seen"
-
-
-def test_a_kept_memory_is_emptied_for_each_workload_seed_and_repeat(results):
     settings = Settings(NEW, repeats=2)
     toys = [workload(*TEXTS), workload(*TEXTS, name="others")]
     found = finished(prepared(["adaptive-warm=12"], settings, toys))
@@ -121,13 +113,10 @@ def test_a_kept_memory_is_emptied_for_each_workload_seed_and_repeat(results):
     assert steps == [sample.steps for sample in results.of("adaptive-warm 12")] * 4
 
 
-def test_step_curves(results):
+def test_the_record_says_what_ran_and_what_passes_cost(results, tmp_path):
     (curve,) = results.step_curves
     assert (curve.packed, curve.cached, curve.sizes) == (False, 5 + NEW // 2, [1, 2, 4, 8, 16, 32])
     assert all(seconds > 0 for size in curve.seconds for seconds in size) and len(curve.seconds) == 6
-
-
-def test_the_record_says_what_ran(results, tmp_path):
     assert results.environment.threads == torch.get_num_threads()
     assert {"python", "torch", "transformers", "lookahead-decoding"} <= results.environment.versions.keys()
     assert results.environment.device and results.environment.platform
@@ -146,12 +135,9 @@ def test_packed_weights_are_for_this_librarys_methods():
     with Meter(packed) as ours, Meter(model.plain) as theirs:
         results = finished(experiment)
     assert [method.packed for method in results.methods] == [False, False, True, True, True]
-    steps = {
-        kind: sum(s.steps + 1 for m in results.methods if m.packed == kind for s in results.of(m.name))
-        for kind in (True, False)
-    }
-    assert len(ours.passes) == steps[True]
-    assert len(theirs.passes) == steps[False] + len(results.mismatches)
+    named = {method.name: method.packed for method in results.methods}
+    steps = [sum(s.steps + 1 for s in results.samples if named[s.method] == packed) for packed in (True, False)]
+    assert [len(ours.passes), len(theirs.passes) - len(results.mismatches)] == steps
     assert [curve.packed for curve in results.step_curves] == [False, True]
     assert all(mismatch.near_tie for mismatch in results.mismatches)
 
@@ -176,40 +162,16 @@ def test_methods_take_turns_in_coming_first(monkeypatch):
     assert called == [a, b, c, b, c, a, c, a, b, a, b, c, b, c, a], "in the second turn of a conversation too"
 
 
-class Wrong:
-    """Answers as another does, but for one token."""
+def test_a_wrong_answer_is_found_in_each_prompt_and_turn(monkeypatch):
+    def spoil(completion, arm, *_):
+        if arm.method.name == "jacobi":
+            completion.tokens[5] = (completion.tokens[5] + 1) % 48
 
-    memory = None
-
-    def __init__(self, arm, place):
-        self.method, self._arm, self._place = replace(arm.method, name="wrong"), arm, place
-
-    def complete(self, prompt, seed, new_tokens):
-        completion = self._arm.complete(prompt, seed, new_tokens)
-        tokens = list(completion.tokens)
-        tokens[self._place] = (tokens[self._place] + 1) % 48
-        return replace(completion, tokens=tokens)
-
-
-@pytest.fixture
-def with_a_wrong_arm(monkeypatch):
-    original = arms_module.arms_for
-
-    def arms_for(*arguments):
-        arms = original(*arguments)
-        return [*arms, Wrong(arms[-1], 5)]
-
-    monkeypatch.setattr(benchmark, "arms_for", arms_for)
-
-
-def test_a_wrong_answer_is_found_in_each_prompt_and_turn(with_a_wrong_arm):
-    experiment = prepared(["hf,plain"], workloads=[workload(["HELLO", "AND"], ["WORLD"])])
+    answered(monkeypatch, OwnArm, "complete", spoil)
+    experiment = prepared(["hf,plain,jacobi"], workloads=[workload(["HELLO", "AND"], ["WORLD"])])
     results = finished(experiment)
-    assert [(m.prompt, m.turn, m.method, m.place) for m in results.mismatches] == [
-        ("p0", 0, "wrong", 5),
-        ("p0", 1, "wrong", 5),
-        ("p1", 0, "wrong", 5),
-    ]
+    found = [(m.prompt, m.turn, m.method, m.place) for m in results.mismatches]
+    assert found == [(prompt, turn, "jacobi", 5) for prompt, turn in (("p0", 0), ("p0", 1), ("p1", 0))]
     assert all(m.reference == "hf" and not m.near_tie and m.ulps > 64 for m in results.mismatches)
 
 
@@ -245,26 +207,17 @@ def test_of_an_assisted_method_the_target_models_passes_count():
     assert sample.step_tokens == sample.accepted == [4, 4, 4]
 
 
-def test_the_second_turn_is_asked_behind_the_references_answer():
-    toy, letters = models(), Letters()
-    results = finished(prepared(["plain,hf,adaptive=8"], workloads=[workload(["HELLO", "WORLD"])], toy=toy))
-    answer = plain_answer(toy.plain, "HELLO")
-    second = letters("HELLO" + letters.decode(answer) + "\n\nWORLD")["input_ids"]
-    assert [sample.turn for sample in results.samples] == [0] * 3 + [1] * 3
-    assert {sample.prompt_sha256 for sample in results.samples[3:]} == {digest(second)}
-
-
 @pytest.mark.parametrize(("tokenizer", "chat"), [(Chatty, True), (Chatty, False), (Letters, True)])
-def test_the_chat_template_is_for_chats(tokenizer, chat):
+def test_the_second_turn_is_asked_behind_the_references_answer_and_the_chat_template_is_for_chats(tokenizer, chat):
     letters, toy = Letters(), models()
-    results = finished(
-        prepared(["hf"], workloads=[workload(["HELLO", "WORLD"], chat=chat)], toy=toy, tokenizer=tokenizer())
-    )
+    asked = [workload(["HELLO", "WORLD"], chat=chat)]
+    results = finished(prepared(["plain,hf,adaptive=8"], workloads=asked, toy=toy, tokenizer=tokenizer()))
     templated = tokenizer is Chatty and chat
-    asked = "UHELLOA" if templated else "HELLO"
-    reply = letters.decode(plain_answer(toy.plain, asked))
+    first = "UHELLOA" if templated else "HELLO"
+    reply = letters.decode(plain_answer(toy.plain, first))
     second = letters(f"UHELLOA{reply}UWORLDA" if templated else f"HELLO{reply}\n\nWORLD")["input_ids"]
-    assert [sample.prompt_sha256 for sample in results.samples] == [digest(letters(asked)["input_ids"]), digest(second)]
+    prompts = [(turn, digest(ids)) for turn, ids in enumerate([letters(first)["input_ids"], second])]
+    assert [(s.turn, s.prompt_sha256) for s in results.samples] == [prompts[0]] * 3 + [prompts[1]] * 3
 
 
 def test_ignoring_the_end_of_the_text():
@@ -274,9 +227,6 @@ def test_ignoring_the_end_of_the_text():
     assert {sample.new_tokens for sample in ended.samples} < set(range(1, 5)) and ended.mismatches == []
     whole = finished(prepared(settings=Settings(NEW, ignore_eos=True), workloads=[workload(["HELLO"])], toy=toy))
     assert {sample.new_tokens for sample in whole.samples} == {NEW} and whole.mismatches == []
-
-
-# ----------------------------------------------------------------------------------------------- interrupted runs
 
 
 def long_run(folder, resume=False, **options):
@@ -369,14 +319,10 @@ def test_results_that_are_not_of_these_prompts(tmp_path):
             long_run(tmp_path, resume=True)
 
 
-# ----------------------------------------------------------------------------------------------------- from Python
-
-
 def test_run_from_python(tmp_path):
     model = toy_model(vocabulary=48)
-    found = lade.bench.run(
-        model, Letters(), [workload(*TEXTS)], ["hf,adaptive=12"], GREEDY, folder=tmp_path, name="toy"
-    )
+    where = {"folder": tmp_path, "name": "toy"}
+    found = lade.bench.run(model, Letters(), [workload(*TEXTS)], ["hf,adaptive=12"], GREEDY, **where)
     assert found.complete and found.mismatches == [] and len(found.samples) == 6
     assert Results.load(tmp_path / "results.json") == found
     assert (found.model.name, found.model.kind, found.model.draft) == ("toy", "llama", None)
@@ -430,7 +376,7 @@ def test_settings_out_of_range(settings, field):
         prepared(["plain"], settings)
 
 
-def test_workloads_that_cannot_be_told_apart_or_run(tmp_path):
+def test_workloads_that_cannot_be_told_apart_or_run_and_a_tokenizer_of_another_model(tmp_path):
     twice = workload(["A"], ["B"])
     twice.items[1] = replace(twice.items[1], id="p0")
     for message, given in [
@@ -445,21 +391,19 @@ def test_workloads_that_cannot_be_told_apart_or_run(tmp_path):
     with pytest.raises(InputError, match="there is no workload"):
         prepare(models(), Letters(), [], parse_all(["plain"]), GREEDY)
 
-
-def test_answers_that_outgrow_the_context():
-    long = [workload(["A" * 500], ["A"], ["A" * 470, "B" * 20])]
-    assert prepared(["plain"], workloads=long).outgrowing == 2
-    with pytest.raises(InputError, match="may have 516 tokens, but the model has positions for 512"):
-        prepared(["plain"], workloads=long, toy=models("gpt2"))
-
-
-def test_a_tokenizer_of_another_model():
     class Foreign(Letters):
         def __call__(self, text):
             return {"input_ids": [48]}
 
     with pytest.raises(InputError, match=r"the id 48 .* vocabulary of 48"):
         prepared(["plain"], tokenizer=Foreign())
+
+
+def test_answers_that_outgrow_the_context():
+    long = [workload(["A" * 500], ["A"], ["A" * 470, "B" * 20])]
+    assert prepared(["plain"], workloads=long).outgrowing == 2
+    with pytest.raises(InputError, match="may have 516 tokens, but the model has positions for 512"):
+        prepared(["plain"], workloads=long, toy=models("gpt2"))
 
 
 def test_a_method_that_transformers_cannot_run_is_named(monkeypatch):
@@ -500,3 +444,20 @@ def test_commits(tmp_path):
     assert commit_of(tmp_path) == clean
     (tmp_path / "file").write_text("two")
     assert commit_of(tmp_path) == clean + "+"
+
+
+def test_what_a_pass_emitted_is_by_how_much_the_cache_grew_until_the_next_one_and_one_token_has_no_steps():
+    meter = Meter(None)
+    meter.begin, meter.end = 10.0, 16.0
+    meter.passes = [Pass(0, 5, 10.5, 11.0), Pass(5, 4, 12.0, 12.5), Pass(8, 4, 13.0, 13.5), Pass(9, 1, 14.0, 15.0)]
+    stats = meter.stats(prompt_tokens=5, new_tokens=6)
+    assert (stats.generations, stats.new_tokens, stats.steps) == (1, 6, 3)
+    assert (stats.step_tokens, stats.accepted) == ([4, 4, 1], [3, 1, 1])
+    assert (stats.fed_tokens, stats.accepted_tokens) == (9, 5)
+    assert stats.histogram == {(4, 3): 1, (4, 1): 1, (1, 1): 1}
+    assert (stats.draft_tokens, stats.accepted_draft_tokens) == (6, 2)
+    assert (stats.prefill_s, stats.decode_s, stats.forward_s) == pytest.approx((2.0, 4.0, 2.0))
+    meter.end, meter.passes = 11.0, [Pass(0, 5, 10.5, 10.75)]
+    stats = meter.stats(prompt_tokens=5, new_tokens=1)
+    assert (stats.generations, stats.new_tokens, stats.steps, stats.tokens_per_step) == (1, 1, 0, 0.0)
+    assert (stats.prefill_s, stats.decode_s, stats.forward_s) == (1.0, 0.0, 0.0)

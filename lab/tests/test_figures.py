@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from made_results import METHODS, made_results
+from matplotlib import rcParams
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from pretend import not_found
@@ -29,7 +30,7 @@ def drawn(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_each_picture_is_there_in_both_formats(drawn):
+def test_each_picture_is_there_in_both_formats_and_drawn_twice_it_is_the_same(drawn, tmp_path):
     expected = {f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")}
     assert {path.name for path in drawn} == expected == {path.name for path in drawn[0].parent.iterdir()}
     for path in drawn:
@@ -37,10 +38,6 @@ def test_each_picture_is_there_in_both_formats(drawn):
             assert path.read_bytes().startswith(b"\x89PNG")
         else:
             assert ET.fromstring(path.read_text()).tag.endswith("svg")
-
-
-@pytest.mark.slow
-def test_drawn_twice_they_are_the_same(drawn, tmp_path):
     for first, second in zip(drawn, save_figures(RESULTS, tmp_path), strict=True):
         assert first.read_bytes() == second.read_bytes(), first.name
 
@@ -54,11 +51,9 @@ def test_one_file_has_the_colours_of_light_and_of_dark_pages_and_its_text_as_tex
         assert f'[style*="fill: {light}"]{{fill:{dark}!important}}' in style
         assert f"fill: {light}" in body and dark not in body
     assert ">mt-bench</text>" in body and set(re.findall("#[0-9a-f]{6}", body)) <= set(LIGHT.colours())
-
-
-def test_a_colour_of_the_light_theme_names_one_of_the_dark(drawn):
     pairs = set(zip(LIGHT.colours(), DARK.colours(), strict=True))
-    assert len(pairs) == len(set(LIGHT.colours()))
+    assert len(pairs) == len(set(LIGHT.colours())), "a colour of the light theme names one of the dark"
+    assert rcParams["svg.hashsalt"] is None, "settings of matplotlib are left alone"
 
 
 def test_a_loss_is_a_bar_of_another_colour_to_the_left():
@@ -71,32 +66,19 @@ def test_a_loss_is_a_bar_of_another_colour_to_the_left():
     assert [text.get_text()[0] for text in axes.texts] == ["▼", "2"]
 
 
-def test_what_was_not_measured_is_not_drawn(tmp_path):
+def test_what_was_not_measured_is_not_drawn_or_said_to_be_so(tmp_path):
     assert {path.stem for path in save_figures(BARE, tmp_path)} == {"speedup", "trade"}
     assert save_figures(replace(BARE, samples=[]), tmp_path) == []
-
-
-def test_a_method_without_samples_is_drawn_as_not_measured(tmp_path):
     some = replace(BARE, samples=[each for each in BARE.samples if each.method in ("hf", "plain")])
     assert len(save_figures(some, tmp_path)) == 4
-    assert "not measured" in drawn_texts(some)
-
-
-def drawn_texts(results):
-    figure = figures._speedup(results)
-    return [text.get_text() for axes in figure.axes for text in axes.texts]
+    texts = [text.get_text() for axes in figures._speedup(some).axes for text in axes.texts]
+    assert "not measured" in texts
 
 
 def test_names_are_text_and_no_formulas(tmp_path):
     odd = Method("$x_{1$", "plain")
     named = [replace(each, method=odd.name) if each.method == "plain" else each for each in BARE.samples]
     assert save_figures(replace(BARE, methods=[METHODS[0], odd], samples=named), tmp_path)
-
-
-def test_settings_of_matplotlib_are_left_alone(drawn):
-    import matplotlib as mpl
-
-    assert mpl.rcParams["svg.hashsalt"] is None
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):

@@ -1,10 +1,9 @@
 """The larger model computes the small one's function, and is as large and as full as it says."""
 
-import copy
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from small_models import small_model as from_config
+from transformers import AutoModelForCausalLM
 
 from lade.embedded import model_path
 from lade.errors import ConfigError, UnsupportedModelError
@@ -14,47 +13,34 @@ from lade_lab.inflation import Growth, Wanted, choose
 
 SIZES = {"layers": 4, "hidden_factor": 4, "intermediate_size": 200}
 FLOAT_ERROR = {torch.float64: 1e-10, torch.float32: 1e-5}
-BASE = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 CONFIGS = {
-    "llama": LlamaConfig(**BASE),
-    "one key head": LlamaConfig(**BASE | {"num_key_value_heads": 1}),
-    "no groups": LlamaConfig(**BASE | {"num_key_value_heads": 4}),
-    "tied": LlamaConfig(**BASE, tie_word_embeddings=True),
-    "biases": LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
-    "large eps": LlamaConfig(**BASE, rms_norm_eps=0.3),
-    "narrow heads": LlamaConfig(**BASE, head_dim=4),
-    "scaled rotary": LlamaConfig(
-        **BASE,
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-        max_position_embeddings=64,
-    ),
-    "mistral": MistralConfig(**BASE, sliding_window=6),
-    "qwen2": Qwen2Config(**BASE),
-    "qwen2 sliding": Qwen2Config(**BASE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen3": Qwen3Config(**BASE, head_dim=16, rms_norm_eps=0.1),
+    "llama": {},
+    "one key head": {"num_key_value_heads": 1},
+    "no groups": {"num_key_value_heads": 4},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "large eps": {"rms_norm_eps": 0.3},
+    "narrow heads": {"head_dim": 4},
+    "scaled rotary": {"rope_parameters": SCALED, "max_position_embeddings": 64},
+    "mistral": {"sliding_window": 6},
+    "qwen2": {},
+    "qwen2 sliding": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16, "rms_norm_eps": 0.1},
 }
 FAMILIES = pytest.mark.parametrize("family", CONFIGS)
 
 
 def small_model(family="llama", dtype=torch.float64):
     """Random weights, norms and biases too, so that a wrong scale shows."""
+    first = family.partition(" ")[0]
+    model = from_config(first if first in ("mistral", "qwen2", "qwen3") else "llama", dtype, **CONFIGS[family])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family])).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:
                 weight.uniform_(0.5, 1.5)
-    return torch.nn.Module.to(model, dtype)
+    return model
 
 
 def logits(model):
@@ -124,14 +110,11 @@ def test_proportions_are_usual():
         assert sizes.intermediate_size % 64 == 0
 
 
-def test_given_sizes_are_kept_and_the_others_chosen():
+def test_given_sizes_are_kept_the_others_chosen_and_its_own_size_leaves_the_model_as_it_is():
     model = small_model()
     for field, value in SIZES.items():
         assert getattr(choose(model, Wanted(1e6, **{field: value})), field) == value
     assert vars(choose(model, Wanted(None, **SIZES))) == SIZES
-
-
-def test_its_own_size_leaves_the_model_as_it_is():
     model = small_model()
     large = inflate(model, model.num_parameters())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), large.parameters(), strict=True))
@@ -158,28 +141,22 @@ def test_tied_embeddings_stay_tied():
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
-def test_the_seed_decides_the_noise_and_torchs_generator_stays():
+def test_the_seed_decides_the_noise_and_the_small_model_and_torchs_generator_stay_as_they_are():
     model = small_model()
     state = torch.get_rng_state()
     first, again, other = (inflate(model, 1e6, seed=seed).model.layers[-1].mlp.up_proj.weight for seed in (1, 1, 2))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(first, again) and not torch.equal(first, other)
-
-
-def test_the_small_model_stays_as_it_is():
     model, same = small_model("qwen2 sliding"), small_model("qwen2 sliding")
     inflate(model, None, **SIZES, dtype=torch.bfloat16)
     assert model.config.to_dict() == same.config.to_dict()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
 
 
-def test_dtype_and_device_are_those_asked_for():
+def test_dtype_and_device_are_those_asked_for_and_the_generation_config_is_copied():
     large = inflate(small_model(), 1e6, dtype=torch.bfloat16, device="cpu")
     assert {weight.dtype for weight in large.parameters()} == {torch.bfloat16} and large.config.dtype == torch.bfloat16
     assert not any(tensor.is_meta for tensor in [*large.parameters(), *large.buffers()])
-
-
-def test_the_generation_config_is_copied():
     model = small_model()
     model.generation_config.eos_token_id = [3, 5]
     large = inflate(model, 1e6)
@@ -219,11 +196,17 @@ def test_sizes_that_cannot_be_are_refused(arguments, message):
         inflate(small_model(), **arguments)
 
 
-def test_other_models_are_refused():
+def test_models_of_other_classes_quantized_and_offloaded_ones_are_refused():
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot be inflated; give one of LlamaForCausalLM"):
         inflate(toy_model("gpt2"))
     with pytest.raises(UnsupportedModelError, match="Linear cannot be inflated"):
         inflate(torch.nn.Linear(2, 2))
+    model = small_model()
+    with pytest.raises(UnsupportedModelError, match=r"weight is not .* without quantization, adapters or off"):
+        inflate(model.to("meta"))
+    model.hf_quantizer = object()
+    with pytest.raises(UnsupportedModelError, match="a quantized model cannot be inflated; load the model without"):
+        inflate(model)
 
 
 def test_weights_that_the_config_does_not_promise_are_refused():
@@ -232,14 +215,3 @@ def test_weights_that_the_config_does_not_promise_are_refused():
         setattr(model.model.layers[1].mlp.up_proj, name, None if value is None else torch.nn.Parameter(value))
         with pytest.raises(UnsupportedModelError, match=rf"layers.1.mlp.up_proj.{name} is not the weight"):
             inflate(model)
-
-
-def test_quantized_and_offloaded_models_are_refused():
-    model = small_model()
-    with pytest.raises(
-        UnsupportedModelError, match=r"embed_tokens.weight is not .* without quantization, adapters or off"
-    ):
-        inflate(model.to("meta"))
-    model.hf_quantizer = object()
-    with pytest.raises(UnsupportedModelError, match="a quantized model cannot be inflated; load the model without"):
-        inflate(model)

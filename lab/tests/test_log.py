@@ -23,10 +23,8 @@ def without_verdict(text: str) -> list[str]:
 def dead_commands(text: str) -> list[str]:
     """Return the scripts in commands that do not exist and are not marked "(at that commit"."""
     joined = text.replace("\\\n", " ")
-    found = re.findall(r"^.*python ((?:scripts|benchmarks|lab)/[\w/]+\.py).*$", joined, re.MULTILINE)
-    lines = re.findall(r"^(.*python (?:scripts|benchmarks|lab)/[\w/]+\.py.*)$", joined, re.MULTILINE)
-    marked = ["(at that commit" in line for line in lines]
-    return [name for name, old in zip(found, marked, strict=True) if not old and not (ROOT / name).is_file()]
+    found = re.finditer(r"^.*python ((?:scripts|benchmarks|lab)/[\w/]+\.py).*$", joined, re.MULTILINE)
+    return [line[1] for line in found if "(at that commit" not in line[0] and not (ROOT / line[1]).is_file()]
 
 
 @pytest.mark.parametrize("path", TOPICS, ids=lambda path: path.stem)
@@ -46,10 +44,8 @@ def test_links_and_commands_lead_somewhere(path):
 
 def test_the_index_has_every_topic_and_counts_its_entries():
     index = (LOG / "README.md").read_text(encoding="utf-8")
-    listed = {
-        name: int(count) for name, count in re.findall(r"^\| \[.*\]\((.*)\) \|.*\| (\d+) \|$", index, re.MULTILINE)
-    }
-    assert listed == {path.name: len(entries(path.read_text(encoding="utf-8"))) for path in TOPICS}
+    listed = dict(re.findall(r"^\| \[.*\]\((.*)\) \|.*\| (\d+) \|$", index, re.MULTILINE))
+    assert listed == {path.name: str(len(entries(path.read_text(encoding="utf-8")))) for path in TOPICS}
 
 
 def test_a_missing_verdict_and_a_dead_command_would_be_noticed():

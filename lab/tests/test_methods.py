@@ -50,6 +50,12 @@ def test_a_method_by_its_text(text, name, config):
         ("mtp=9", "methods='mtp=9' is not valid: K=9: give a whole number >= 1 and <= 5"),
         ("adaptive=0", "methods='adaptive=0' is not valid: B=0: give a whole number >= 1"),
         ("token-recycling=0", "methods='token-recycling=0' is not valid: B=0: give a whole number >= 1 and <= 128$"),
+        ("drafter", "MODULE:CLASS"),
+        ("drafter=nowhere", "MODULE:CLASS"),
+        ("drafter=no_such_module:Mine", "ModuleNotFoundError"),
+        ("drafter=json:loads=8", "TypeError"),
+        ("drafter=json:JSONDecoder=8", "lade.Drafter"),
+        ("drafter=json:JSONDecoder=x", "=B"),
     ],
 )
 def test_what_is_no_method(text, remedy):
@@ -57,12 +63,9 @@ def test_what_is_no_method(text, remedy):
         parse(text)
 
 
-def test_commas_between_methods_and_between_sizes():
+def test_commas_between_methods_and_sizes_and_the_default_has_the_peers_and_fixed_sizes_to_beat():
     found = parse_all(["hf, lookahead=15,5,15,adaptive=32,plain", "jacobi"])
     assert [method.name for method in found] == ["hf", "lookahead 15,5,15", "adaptive 32", "plain", "jacobi"]
-
-
-def test_the_default_methods_have_the_peers_and_fixed_sizes_to_beat():
     names = {method.name for method in parse_all(DEFAULT)}
     assert {"prompt-lookup", "suffix", "adaptive 8", "adaptive 16", "adaptive 32", "adaptive"} <= names
     assert {method.kind for method in parse_all(DEFAULT)} == KINDS.keys() - {
@@ -102,11 +105,8 @@ def test_assisted_methods_are_not_compared_when_sampling():
         ("hf-prompt-lookup,adaptive", True, "adaptive"),
     ],
 )
-def test_the_reference(texts, sampling, expected):
+def test_the_reference_draws_as_the_others_do(texts, sampling, expected):
     assert reference_of(parse_all([texts], sampling=sampling)).name == expected
-
-
-def test_a_reference_must_draw_as_the_others_do():
     with pytest.raises(ConfigError, match="add one such as hf or plain"):
         reference_of(parse_all(["hf-prompt-lookup"], sampling=True))
 
@@ -122,19 +122,3 @@ def test_a_drafter_of_ones_own(tmp_path, monkeypatch):
     found = parse_all(["hf", "drafter=my_bench_drafts:Mine=8", "drafter=my_bench_drafts:Mine"])
     assert [method.name for method in found] == ["hf", "Mine 8", "Mine"]
     assert found[1].config == {"drafter": "my_bench_drafts:Mine", "budget": 8}
-
-
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("drafter", "MODULE:CLASS"),
-        ("drafter=nowhere", "MODULE:CLASS"),
-        ("drafter=no_such_module:Mine", "ModuleNotFoundError"),
-        ("drafter=json:loads=8", "TypeError"),
-        ("drafter=json:JSONDecoder=8", "lade.Drafter"),
-        ("drafter=json:JSONDecoder=x", "=B"),
-    ],
-)
-def test_what_is_no_drafter(text, remedy):
-    with pytest.raises(ConfigError, match=remedy):
-        parse(text)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bench_toys import models
+from spies import answered
 
 from lade_lab.harness.arms import Place, arms_for
 from lade_lab.harness.methods import parse_all
@@ -30,34 +31,23 @@ def test_the_first_difference(expected, found, place):
 @pytest.mark.parametrize(
     ("size", "dtype", "unit"),
     [
-        (1.0, torch.bfloat16, 2.0**-7),
-        (1.99, torch.bfloat16, 2.0**-7),
-        (16.0, torch.bfloat16, 2.0**-3),
-        (16.0, torch.float16, 2.0**-6),
-        (5.0, torch.float32, 2.0**-21),
-        (0.25, torch.float64, 2.0**-54),
+        (1.0, torch.bfloat16, 2.0**-7), (1.99, torch.bfloat16, 2.0**-7), (16.0, torch.bfloat16, 2.0**-3),
+        (16.0, torch.float16, 2.0**-6), (5.0, torch.float32, 2.0**-21), (0.25, torch.float64, 2.0**-54),
     ],
-)
+)  # fmt: skip
 def test_a_unit_in_the_last_place(size, dtype, unit):
     assert unit_of(size, dtype) == unit
     assert torch.tensor(size, dtype=dtype).double() + unit == (torch.tensor(size, dtype=dtype) + unit).double()
-
-
-def test_no_score_at_all_has_a_unit_too():
-    assert unit_of(0.0, torch.float32) > 0
-
-
-def test_equal_answers_are_no_mismatch():
-    toy = models()
-    text = answer(GREEDY, toy)
-    assert Judge(toy.plain, GREEDY, "hf").compare(PLACE, "adaptive", PROMPT, text, list(text)) is None
+    assert unit_of(0.0, dtype) > 0, "no score at all has one too"
 
 
 def test_a_wrong_token_is_found_with_both_scores_and_is_no_near_tie():
     toy = models()
     text = answer(GREEDY, toy)
     wrong = [*text[:6], (text[6] + 1) % 48, *text[7:]]
-    found = Judge(toy.plain, GREEDY, "hf").compare(PLACE, "adaptive", PROMPT, text, wrong)
+    judge = Judge(toy.plain, GREEDY, "hf")
+    assert judge.compare(PLACE, "adaptive", PROMPT, text, list(text)) is None, "equal answers are no mismatch"
+    found = judge.compare(PLACE, "adaptive", PROMPT, text, wrong)
     logits = toy.plain(torch.tensor([PROMPT + text[:6]])).logits[0, -1].detach()
     assert found is not None
     assert (found.workload, found.prompt, found.turn, found.seed, found.repeat) == ("w", "p", 1, 7, 2)
@@ -82,27 +72,20 @@ def test_a_text_that_ends_early_is_no_near_tie():
 @pytest.mark.parametrize(
     ("dtype", "ulps", "near"),
     [
-        (torch.bfloat16, 0, True),
-        (torch.bfloat16, 8, True),
-        (torch.bfloat16, 9, False),
-        (torch.float16, 9, False),
-        (torch.float32, 64, True),
-        (torch.float32, 66, False),
+        (torch.bfloat16, 0, True), (torch.bfloat16, 8, True), (torch.bfloat16, 9, False),
+        (torch.float16, 9, False), (torch.float32, 64, True), (torch.float32, 66, False),
     ],
-)
+)  # fmt: skip
 def test_rounding_explains_so_many_units(dtype, ulps, near, monkeypatch):
     """The head's scores are set by hand: two tokens so many units apart, at scores between 4 and 8."""
     toy = models(dtype=dtype)
     scores = torch.full((48,), -1.0)
     scores[10], scores[20] = 4.0 + ulps * unit_of(4.0, dtype), 4.0
-    original = toy.plain.forward
 
-    def forward(*args, **kwargs):
-        output = original(*args, **kwargs)
+    def rescore(output, *_, **__):
         output.logits = scores.to(dtype).expand_as(output.logits)
-        return output
 
-    monkeypatch.setattr(toy.plain, "forward", forward)
+    answered(monkeypatch, toy.plain, "forward", rescore)
     found = Judge(toy.plain, GREEDY, "hf").compare(PLACE, "x", PROMPT, [10, 1], [20, 1])
     assert (found.ulps, found.near_tie) == (ulps, near)
 

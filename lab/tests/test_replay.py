@@ -1,11 +1,10 @@
 """Replays write the recorded text, by every method; edits come in both forms."""
 
-import importlib
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from bench_toys import experiment
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lade
@@ -19,8 +18,7 @@ ANSWER = [*PROMPT[3:20], 5, *PROMPT[8:28], 7, 9]
 
 @pytest.fixture
 def edits(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
-    return importlib.import_module("edits")
+    return experiment(monkeypatch, "edits")
 
 
 @pytest.mark.parametrize("peer", [lade.peers.PromptLookup, lade.peers.Suffix])
@@ -53,15 +51,12 @@ def test_a_llama_with_a_window_is_the_same_model_within_it(tmp_path):
     assert torch.allclose(windowed(llama)(ids).logits, llama.eval()(ids).logits, atol=1e-6)
 
 
-def test_edits_come_whole_or_in_blocks(edits):
+def test_edits_come_whole_or_in_blocks_and_all_methods_write_them(edits):
     before, after = "a\nb\nc\nd\ne\nf\n", "a\nb\nX\nd\ne\nf\n"
     assert edits.whole_file(before, after) == f"```python\n{after}\n```"
     block = "<<<<<<< SEARCH\nb\nc\nd\n=======\nb\nX\nd\n>>>>>>> REPLACE\n"
     assert edits.search_replace(before, after) == block
     assert edits.search_replace(before, before) == ""
-
-
-def test_all_methods_write_the_edit(edits):
     model = toy_model("llama", vocabulary=VOCABULARY)
     edit = edits.Edit(PROMPT, PROMPT[3:28], ANSWER)
     rows = edits.summary(edits.replayed([edit, edit], lambda: model))
@@ -76,8 +71,7 @@ def test_a_table_has_two_decimals():
 
 @pytest.fixture
 def agents(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
-    return importlib.import_module("agents")
+    return experiment(monkeypatch, "agents")
 
 
 CONVERSATION = [
@@ -93,6 +87,12 @@ def byte_ids(text):
     return [byte % VOCABULARY for byte in text.encode()]
 
 
+def repeated(agents):
+    """Two runs of the same conversation, and a model for them."""
+    runs = [list(agents.turns(CONVERSATION, byte_ids))] * 2
+    return runs, toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32)
+
+
 def test_turns_begin_with_the_ones_before_and_have_their_tool_calls(agents):
     first, second = agents.turns(CONVERSATION, byte_ids)
     assert (first.number, second.number) == (1, 2)
@@ -102,8 +102,7 @@ def test_turns_begin_with_the_ones_before_and_have_their_tool_calls(agents):
 
 
 def test_all_methods_write_the_turns_and_prefixes_are_reused(agents):
-    runs = [list(agents.turns(CONVERSATION, byte_ids))] * 2
-    model = toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32)
+    runs, model = repeated(agents)
     tokens = sum(len(turn.answer) for run in runs for turn in run)
     for name in agents.METHODS:
         if name.startswith("server"):  # see test_evidence.py
@@ -120,9 +119,7 @@ def test_all_methods_write_the_turns_and_prefixes_are_reused(agents):
 
 
 def test_times_to_the_first_token_are_told_by_turn_with_and_without_a_prefix_cache(agents):
-    runs = [list(agents.turns(CONVERSATION, byte_ids))] * 2
-    model = toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32)
-    prompts, fresh, *times = agents.first_tokens(8, runs, model)
+    prompts, fresh, *times = agents.first_tokens(8, *repeated(agents))
     assert set(prompts) == {"", "all", "turn 1", "turn 2"}
     assert prompts["turn 1"] < prompts["turn 2"] and fresh["turn 2"] < prompts["turn 2"]
     assert ["without" in row[""] for row in times] == [False, True]

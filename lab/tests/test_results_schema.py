@@ -22,14 +22,10 @@ def test_the_docstring_of_a_record_tells_of_every_field_that_is_no_record(record
     assert plain <= named <= {each.name for each in fields(record)}
 
 
-def test_the_page_has_the_records_and_every_kind_of_method():
+def test_the_page_has_the_records_and_every_kind_of_method_and_the_limits_of_near_ties():
     assert "::: lade_lab.results" in TEXT and "`schema`" in TEXT
     section = TEXT.split("\n## Methods\n")[1].split("\n## ")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE) == list(KINDS)
-
-
-def test_the_limits_of_near_ties():
     told = " ".join(results.Mismatch.__doc__.split())
-    assert (
-        f"at most {max(NEAR_ULPS.values()):g} units in bfloat16 and float16, {NEAR_ULPS_OTHERWISE:g} in float32" in told
-    )
+    most = max(NEAR_ULPS.values())
+    assert f"at most {most:g} units in bfloat16 and float16, {NEAR_ULPS_OTHERWISE:g} in float32" in told

@@ -38,16 +38,13 @@ def make(toys, tmp_path):
     return study_of
 
 
-def sizes(scaling):
-    return [(point.window, point.ngram) for point in scaling.points]
-
-
-def test_every_size_is_measured_as_generate_does_it(make, toys):
+def test_every_size_is_measured_as_generate_does_it_and_can_be_read_again(make, toys, tmp_path):
     made = make()
     shares = list(made)
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and len(shares) == 3 * 5
     found = made.scaling
-    assert found.complete and sizes(found) == [(1, 3), (3, 3), (1, 4), (3, 4)] and not found.mismatches
+    assert found.complete and not found.mismatches
+    assert [(point.window, point.ngram) for point in found.points] == [(1, 3), (3, 3), (1, 4), (3, 4)]
     for point in found.points:
         stats = lade.Stats()
         config = lade.LookaheadConfig(point.window, point.ngram, point.guesses)
@@ -57,6 +54,10 @@ def test_every_size_is_measured_as_generate_does_it(make, toys):
         assert point.guesses == point.window and len(point.steps) == 3
         assert point.tokens_per_step == stats.tokens_per_step
         assert point.fed_per_step == pytest.approx(sum(stats.step_tokens) / stats.steps)
+    assert Scaling.load(tmp_path / "out" / NAME) == found
+    record = json.loads((tmp_path / "out" / NAME).read_text())
+    assert record["schema"] == "lade-scaling/1" and set(record["fits"]["lines"]) == {"3", "4"}
+    assert record["fits"]["expectation"]["points"] == 4
 
 
 def test_prompt_ngrams_can_be_left_out(make):
@@ -66,15 +67,6 @@ def test_prompt_ngrams_can_be_left_out(make):
         list(made)
         rates.append(made.scaling.points[0].fed_per_step)
     assert rates[0] > rates[1], "fewer guesses are fed"
-
-
-def test_what_was_found_can_be_read_again(make, tmp_path):
-    made = make()
-    list(made)
-    assert Scaling.load(tmp_path / "out" / NAME) == made.scaling
-    record = json.loads((tmp_path / "out" / NAME).read_text())
-    assert record["schema"] == "lade-scaling/1" and set(record["fits"]["lines"]) == {"3", "4"}
-    assert record["fits"]["expectation"]["points"] == 4
 
 
 def test_more_sizes_can_be_added_and_none_are_measured_twice(make, monkeypatch):
@@ -87,12 +79,14 @@ def test_more_sizes_can_be_added_and_none_are_measured_twice(make, monkeypatch):
     assert list(again) == [1.0] and measured == [[], []] and len(again.scaling.points) == 4 and again.scaling.complete
 
 
-def test_nothing_is_overwritten(make, tmp_path):
+def test_nothing_is_overwritten_and_other_prompts_of_the_same_names_are_noticed(make, tmp_path):
     list(make([1], [3]))
     before = (tmp_path / "out" / NAME).read_bytes()
     with pytest.raises(InputError, match="--resume"):
         make()
     assert (tmp_path / "out" / NAME).read_bytes() == before
+    with pytest.raises(InputError, match="'p1'"):
+        list(make([2], [3], resume=True, texts=[TEXTS[0], "OTHER", TEXTS[2]]))
 
 
 @pytest.mark.one_in(2)
@@ -108,12 +102,6 @@ def test_a_run_goes_on_only_with_what_it_began_with(change, named, make):
     list(make([1], [3]))
     with pytest.raises(InputError, match=named):
         make(resume=True, **change)
-
-
-def test_other_prompts_of_the_same_names_are_noticed(make):
-    list(make([1], [3]))
-    with pytest.raises(InputError, match="'p1'"):
-        list(make([2], [3], resume=True, texts=[TEXTS[0], "OTHER", TEXTS[2]]))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "else"}', '{"schema": "lade-scaling/1"}'])
@@ -132,10 +120,8 @@ def test_a_wrong_token_is_a_mismatch(make, toys, monkeypatch):
     answered(monkeypatch, study.OwnArm, "complete", spoil)
     made = make()
     list(made)
-    assert [(each.method, each.prompt, each.place) for each in made.scaling.mismatches] == [
-        ("lookahead 3,3,3", "p2", 5),
-        ("lookahead 3,4,3", "p2", 5),
-    ]
+    places = [(each.method, each.prompt, each.place) for each in made.scaling.mismatches]
+    assert places == [("lookahead 3,3,3", "p2", 5), ("lookahead 3,4,3", "p2", 5)]
     assert made.scaling.wrong == made.scaling.mismatches
 
 
@@ -150,13 +136,12 @@ def test_rounding_excuses_near_ties_in_16_bits_alone(make):
 
 
 def test_of_a_conversation_the_first_turn_is_taken(make, toys):
-    made = [
-        Study(toys.plain, Letters(), workload(turns), [2], [3], record=toys.record, settings=Settings(NEW))
-        for turns in (["HELLO"], ["HELLO", "AGAIN"])
-    ]
-    for each in made:
-        list(each)
-    assert made[0].scaling.points == made[1].scaling.points
+    points = []
+    for turns in (["HELLO"], ["HELLO", "AGAIN"]):
+        made = Study(toys.plain, Letters(), workload(turns), [2], [3], record=toys.record, settings=Settings(NEW))
+        list(made)
+        points.append(made.scaling.points)
+    assert points[0] == points[1]
 
 
 @pytest.mark.parametrize(
@@ -200,33 +185,24 @@ def test_lines_are_of_one_ngram_length_each():
     assert found.expectation().points == 10 and found.expectation(3).points == 5
 
 
-def test_the_law_is_drawn_for_light_and_dark_pages(tmp_path):
+def test_the_law_is_drawn_with_points_and_lines_for_light_and_dark_pages(tmp_path):
     files = scaling_figure.save_figures(law(), tmp_path)
     assert [file.name for file in files] == ["scaling.svg", "scaling.png"]
     assert [file.read_bytes()[:4] for file in files] == [b"<?xm", b"\x89PNG"]
     svg = files[0].read_text()
     assert f"fill: {LIGHT.paper}" in svg and f"fill:{DARK.paper}" in svg
     assert "<dc:date>" not in svg, "which would differ from day to day"
-
-
-def test_the_picture_shows_points_and_lines():
     figure = scaling_figure.draw(law())
     left, right = figure.axes
-    assert [line.get_label() for line in left.lines][::2] == [
-        "N = 3: 0.30 a doubling, R² 1.000",
-        "N = 5: 0.50 a doubling, R² 1.000",
-    ]
+    labels = [f"N = {ngram}: 0.{ngram}0 a doubling, R² 1.000" for ngram in (3, 5)]
+    assert [line.get_label() for line in left.lines][::2] == labels
     assert list(left.lines[0].get_xdata()) == [4.0, 8.0, 16.0, 32.0, 64.0]
     assert list(left.lines[0].get_ydata()) == pytest.approx([1.6, 1.9, 2.2, 2.5, 2.8])
     assert list(left.lines[1].get_ydata()) == pytest.approx([1.6, 1.9, 2.2, 2.5, 2.8], abs=0.01)
     fit = law().expectation()
     assert right.lines[3].get_ydata()[-1] == pytest.approx(fit.tokens_per_step(5, 16))
-
-
-def test_a_single_size_is_drawn_without_lines(tmp_path):
-    found = law()
-    found.points = found.points[:1]
-    assert len(scaling_figure.draw(found).axes[0].lines) == 1
+    single = replace(law(), points=law().points[:1])
+    assert len(scaling_figure.draw(single).axes[0].lines) == 1, "a single size is drawn without a line"
 
 
 def test_figures_without_matplotlib_and_without_a_folder(tmp_path, monkeypatch):

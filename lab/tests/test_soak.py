@@ -16,15 +16,8 @@ from lade_lab.soak.figure import draw
 from lade_lab.soak.requests import KINDS, REPEATED, pick
 from lade_lab.soak.verdict import slope, verdict, warm
 
-SAMPLE = {
-    "rss_mb": 600.0,
-    "descriptors": 20,
-    "threads": 10,
-    "probe_ms": 100.0,
-    "probe_processor_ms": 80.0,
-    "equal": True,
-}
-SAMPLE |= {"requests": 900, "lost": 0, "compared": 300, "different": 0}
+SAMPLE = {"rss_mb": 600.0, "descriptors": 20, "threads": 10, "probe_ms": 100.0, "probe_processor_ms": 80.0}
+SAMPLE |= {"equal": True, "requests": 900, "lost": 0, "compared": 300, "different": 0}
 
 
 def samples(minutes=40, **by_minute):
@@ -58,13 +51,10 @@ def test_each_bar_can_be_missed(what, name, of):
     assert missed(verdict(samples(**{name: of}))) == [what]
 
 
-def test_too_few_samples_say_nothing():
+def test_too_few_samples_say_nothing_and_a_probe_without_an_answer_misses_its_bars():
     assert missed(verdict([])) == missed(verdict(samples(2))) == ["samples after the warm-up"]
     assert warm(samples(30))[0]["minute"] == 5, "a sixth of a short run"
     assert slope(samples(rss_mb=lambda m: 3 * m), "rss_mb") == pytest.approx(3)
-
-
-def test_a_probe_without_an_answer_misses_its_bars():
     found = samples(probe_ms=lambda m: float("nan") if m > 35 else 100.0, equal=lambda m: m <= 35)
     assert "probe's answers, greedy and sampled" in missed(verdict(found))
 
@@ -124,10 +114,14 @@ def test_an_answer_that_is_not_whole_is_told_of(path, reply):
         answer_of(path, reply)
 
 
+def soak(*words):
+    command = [sys.executable, "-m", "lade_lab", "soak", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
 @pytest.mark.slow
 def test_ten_seconds_lose_nothing_and_leave_lines_and_a_picture(tmp_path):
-    command = [sys.executable, "-m", "lade_lab", "soak", "--hours", "0.003", "--every", "3", "--rate", "6"]
-    run = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=280, check=False)
+    run = soak("--hours", 0.003, "--every", 3, "--rate", 6, "--out", tmp_path)
     records = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     found = [each for each in records if each["kind"] == "sample"]
     assert len(found) >= 1, run.stderr
@@ -135,14 +129,12 @@ def test_ten_seconds_lose_nothing_and_leave_lines_and_a_picture(tmp_path):
     assert found[-1]["lost"] == found[-1]["different"] == 0 < found[-1]["requests"], records
     assert (tmp_path / "server.log").read_text() == "" and "<svg" in (tmp_path / "soak.svg").read_text()
     assert run.returncode in (0, 1), "the memory of a server that is young grows"
-    again = [sys.executable, "-m", "lade_lab", "soak", "--report", str(tmp_path / "soak.jsonl")]
-    told = subprocess.run(again, capture_output=True, text=True, check=False)
+    told = soak("--report", tmp_path / "soak.jsonl")
     assert told.stdout == run.stdout and re.search(r"requests lost +0 of", told.stdout)
 
 
 def test_a_file_without_samples_is_refused(tmp_path):
     file = tmp_path / "soak.jsonl"
     file.write_text('{"kind": "start"}\n')
-    command = [sys.executable, "-m", "lade_lab", "soak", "--report", str(file)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = soak("--report", file)
     assert run.returncode == 2 and "has no samples" in run.stderr

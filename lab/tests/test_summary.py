@@ -44,7 +44,7 @@ def small(**changes):
     return replace(found, **{**values, **changes})
 
 
-def test_speed_is_paired_by_answer_and_also_summed():
+def test_speed_is_paired_by_answer_and_also_summed_and_steps_are_counted_over_all_answers():
     row = summarise(small()).overall.row("fast")
     assert row.speedup.each.median == pytest.approx((17 / 7 + 17 / 5) / 2)
     assert row.speedup.each.count == 2
@@ -52,16 +52,15 @@ def test_speed_is_paired_by_answer_and_also_summed():
     assert row.decode_speedup.total == pytest.approx(16 / 10)  # over plain
     assert row.decode_rate.median == pytest.approx((8 / 6 + 8 / 4) / 2)
     assert row.call_rate.median == pytest.approx((9 / 7 + 9 / 5) / 2)
-
-
-def test_steps_are_counted_over_all_answers():
-    row = summarise(small()).overall.row("fast")
     assert row.tokens_per_step == pytest.approx(16 / 6)
     assert row.fed_per_step == pytest.approx(32 / 6)
     assert row.step_s == pytest.approx(10 / 6)
     assert row.step_cost == pytest.approx(10 / 6)  # plain takes 1 s a step
     assert row.library_share == pytest.approx(1.5 / 10)
     assert (row.samples, row.new_tokens, row.steps) == (2, 18, 6)
+    identity, cost = row.identity, (4 * 0.6 + 2 * 1.0) / 6 / 0.5
+    assert (identity.expected, identity.gap) == (pytest.approx(1.6), pytest.approx(0.0))
+    assert identity.from_curve == pytest.approx(16 / 6 / cost)
 
 
 def test_step_cost_is_relative_to_the_base():
@@ -70,17 +69,11 @@ def test_step_cost_is_relative_to_the_base():
     assert [block.row(name).step_cost for name in ("hf", "plain", "fast")] == pytest.approx([4.0, 1.0, 10 / 3])
 
 
-def test_where_the_forward_was_not_timed_the_library_has_no_share():
+def test_where_the_forward_was_not_timed_the_library_has_no_share_and_beyond_the_curve_nothing_is_promised():
     untimed = [replace(each, forward_s=0.0) for each in small().samples]
-    assert summarise(small(samples=untimed)).overall.row("fast").library_share is None
-
-
-def test_the_identity_closes_and_the_curve_has_its_own_say():
-    identity = summarise(small()).overall.row("fast").identity
-    assert identity.expected == pytest.approx(1.6)
-    assert identity.gap == pytest.approx(0.0)
-    cost = (4 * 0.6 + 2 * 1.0) / 6 / 0.5
-    assert identity.from_curve == pytest.approx(16 / 6 / cost)
+    short = [StepCurve(True, 16, [1, 4], [[0.5], [0.6]])]
+    row = summarise(small(samples=untimed, step_curves=short)).overall.row("fast")
+    assert row.library_share is row.identity.from_curve is None
 
 
 def test_the_identity_shows_steps_that_were_not_counted():
@@ -115,9 +108,8 @@ def test_a_text_that_ended_sooner_is_not_faster_for_that():
 
 
 def test_workloads_have_blocks_of_their_own_and_one_over_all():
-    more = [
-        replace(each, workload="text", seconds=2 * each.seconds) for each in small().samples if each.method != "fast"
-    ]
+    others = [each for each in small().samples if each.method != "fast"]
+    more = [replace(each, workload="text", seconds=2 * each.seconds) for each in others]
     more.append(sample("fast", "a", 68.0, 6.0, 4, [4] * 4, [2] * 4, workload="text"))
     named = [Workload("code", "jsonl", 2), Workload("text", "jsonl", 2)]
     fault = Mismatch("text", "a", 0, "fast", 0, 0, "hf", 3, 5, 6, 1.0, 1.0, 9.0, near_tie=False)
@@ -138,7 +130,7 @@ def test_mismatches_and_near_ties_are_counted_apart():
     assert kinds == ["fault", "gain", "tie"]
 
 
-def test_the_gain_is_named_before_losses_and_those_before_equal_answers():
+def test_findings_are_the_gain_then_losses_then_equal_answers_and_each_says_against_what():
     found = small()
     slow = replace(found.samples[2], seconds=170.0)
     told = findings(found, summarise(small(samples=[*found.samples[:2], slow, *found.samples[3:]])))
@@ -148,21 +140,12 @@ def test_the_gain_is_named_before_losses_and_those_before_equal_answers():
     assert [finding.kind for finding in told] == ["gain", "loss", "equal"]
     assert "plain" in told[0].text
     assert "fast (0.10 of its speed)" in told[1].text
-
-
-def test_that_nothing_gained_is_said_before_the_single_losses():
     found = small(samples=[*small().samples[:1], sample("fast", "a", 27.0, 26.0, 4, [4] * 4, [2] * 4)])
     told = [finding.text for finding in findings(found, summarise(found))]
     assert told[:-1] == ["No method is faster than hf.", "Slower than hf: fast (0.63 of its speed)."]
-
-
-def test_a_method_slower_than_one_token_a_step_is_told_though_packing_made_it_faster_than_the_reference():
     found = small(samples=[*small().samples[:2], sample("fast", "a", 13.0, 12.0, 4, [4] * 4, [2] * 4)])
     texts = [each.text for each in findings(found, summarise(found)) if each.kind == "loss"]
     assert texts == ["Slower after prefill than one token a step (plain): fast (0.67 of its speed)."]
-
-
-def test_what_was_not_compared_is_not_said_to_be_equal():
     found = small(methods=[HF, PLAIN, replace(FAST, compared=False)])
     told = findings(found, summarise(found))
     assert told[-2].text.startswith("Every answer that was compared equals hf's")
@@ -187,32 +170,20 @@ def test_answers_of_one_token_have_no_steps():
     assert row.decode_rate is row.tokens_per_step is row.fed_per_step is row.library_share is row.identity is None
 
 
-def test_quartiles_are_those_of_the_values():
+def test_quartiles_are_those_of_the_values_and_a_curve_is_straight_between_sizes_and_never_made_up():
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
     assert Spread.of([]) is None
-
-
-def test_a_curve_is_straight_between_sizes_and_never_made_up():
     curve = Curve.of(StepCurve(False, 16, [1, 3, 9], [[2.0, 2.0], [4.0], []]))
     assert curve.relative(2) == pytest.approx(1.5)
     assert curve.sizes == (1, 3)
     assert Curve.of(StepCurve(False, 16, [2, 4], [[1.0], [1.0]])) is None
 
 
-def test_a_step_beyond_the_curve_promises_nothing():
-    short = [StepCurve(True, 16, [1, 4], [[0.5], [0.6]])]
-    assert summarise(small(step_curves=short)).overall.row("fast").identity.from_curve is None
-
-
 def test_the_curve_of_the_run_is_the_one_with_the_most_similar_cache():
     found = made_results(prompts=1)
-    assert [(curve.packed, curve.cached) for curve in curves_of(found)] == [
-        (False, 64),
-        (False, 512),
-        (True, 64),
-        (True, 512),
-    ]
+    kinds = [(packed, cached) for packed in (False, True) for cached in (64, 512)]
+    assert [(curve.packed, curve.cached) for curve in curves_of(found)] == kinds
     assert curve_of(found, packed=True).cached == 64
     longer = [replace(each, prompt_tokens=600) for each in found.samples]
     assert curve_of(replace(found, samples=longer), packed=True).cached == 512
@@ -230,7 +201,7 @@ def test_a_method_breaks_even_where_its_own_steps_bring_as_much_as_they_take():
     assert (alone.even, alone.kind) == (None, "even")
 
 
-def test_acceptance_is_the_share_of_steps_by_place_and_source():
+def test_acceptance_is_the_share_of_steps_by_place_and_source_and_adds_up_to_tokens_per_step():
     first = replace(small().samples[2], sources=[{"memory": 3, "bonus": 1}, {"bonus": 4}])
     second = replace(small().samples[5], sources=[{"bonus": 1, "text": 1}, {"memory": 1}, {"odd": 1}])
     places = acceptance(small(samples=[first, second]), "fast")
@@ -241,15 +212,10 @@ def test_acceptance_is_the_share_of_steps_by_place_and_source():
     ]
     assert list(places[0]) == ["text", "memory", "bonus"]
     assert acceptance(small(), "hf") == []
-
-
-def test_acceptance_adds_up_to_tokens_per_step():
     found = made_results(prompts=3)
     for method in METHODS[2:]:
-        row = summarise(found).overall.row(method.name)
-        assert sum(sum(place.values()) for place in acceptance(found, method.name)) == pytest.approx(
-            row.tokens_per_step
-        )
+        shares = [share for place in acceptance(found, method.name) for share in place.values()]
+        assert sum(shares) == pytest.approx(summarise(found).overall.row(method.name).tokens_per_step)
 
 
 def test_the_verdict_says_what_to_use_and_whether_texts_are_equal():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from bench_toys import models
 from spies import answered
 
@@ -20,13 +21,8 @@ def toy():
 
 @pytest.fixture(scope="module")
 def plain(toy):
-    def answer(ids):
-        import torch
-
-        output = toy.plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
-        return output[0, len(ids) :].tolist()
-
-    return [answer(ids) for ids in PROMPTS]
+    arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    return [toy.plain.generate(torch.tensor([ids]), **arguments)[0, len(ids) :].tolist() for ids in PROMPTS]
 
 
 @pytest.mark.slow

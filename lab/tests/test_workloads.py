@@ -18,42 +18,23 @@ from training.evaluate import load as load_model
 TALK = {"question_id": 81, "category": "writing", "turns": ["Write a note.", "Shorten it."], "reference": ["A note."]}
 RAG = {"question_id": 481, "category": "rag", "turns": ["Read this, and say when."]}
 HUMANEVAL = {
-    "task_id": "HumanEval/0",
-    "prompt": "def one():\n",
-    "entry_point": "one",
-    "canonical_solution": "    return 1\n",
+    "task_id": "HumanEval/0", "prompt": "def one():\n", "entry_point": "one", "canonical_solution": "    return 1\n",
     "test": "assert one() == 1",
-}
+}  # fmt: skip
 MBPP = {
-    "text": "Write a function that doubles.",
-    "code": "def double(x):\r\n    return 2 * x",
-    "task_id": 11,
-    "test_setup_code": "",
-    "test_list": ["assert double(1) == 2", "assert double(2) == 4"],
-    "challenge_test_list": [],
-}
+    "task_id": 11, "text": "Write a function that doubles.", "code": "def double(x):\r\n    return 2 * x",
+    "test_setup_code": "", "test_list": ["assert double(1) == 2", "assert double(2) == 4"], "challenge_test_list": [],
+}  # fmt: skip
 SANITIZED = {
-    "source_file": "x.ipynb",
-    "task_id": 12,
-    "prompt": "Write a function that halves.",
-    "code": "def half(x):\n    return x / 2",
-    "test_imports": [],
-    "test_list": ["assert half(2) == 1"],
-}
+    "task_id": 12, "source_file": "x.ipynb", "prompt": "Write a function that halves.",
+    "code": "def half(x):\n    return x / 2", "test_imports": [], "test_list": ["assert half(2) == 1"],
+}  # fmt: skip
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
 CLASSEVAL = {
-    "task_id": "ClassEval_0",
-    "skeleton": 'class Door:\n    def open(self):\n        """Open it."""\n',
-    "test": "",
-    "solution_code": "",
-    "import_statement": [],
-    "class_description": "A door.",
-    "methods_info": [],
-    "class_name": "Door",
-    "test_classes": [],
-    "class_constructor": "class Door:",
-    "fields": [],
-}
+    "task_id": "ClassEval_0", "skeleton": 'class Door:\n    def open(self):\n        """Open it."""\n', "test": "",
+    "solution_code": "", "import_statement": [], "class_description": "A door.", "methods_info": [],
+    "class_name": "Door", "test_classes": [], "class_constructor": "class Door:", "fields": [],
+}  # fmt: skip
 OWN = {"id": "a", "prompt": "Once upon"}
 ASKED = "You are an expert Python programmer, and here is your task:"
 
@@ -137,15 +118,22 @@ def test_talk_beside_other_tasks_is_spec_bench_and_each_task_can_be_chosen(tmp_p
     assert [item.id for item in load(f"{path}#mt_bench").items] == ["81", "82"]
     assert [item.id for item in load(f"{path}#math").items] == ["82"]
     refused(f"{path}#sums", "'sums'", "give one of math, mt_bench, rag, writing")
+    refused(f"{written(tmp_path / 'g.jsonl', GSM8K)}#math", "'math'", "leave #... away")
 
 
-def test_a_given_format_overrides_the_recognised_one(tmp_path):
+def test_a_given_format_overrides_the_recognised_one_and_settles_what_fits_none_or_several(tmp_path):
     path = written(tmp_path / "some.jsonl", HUMANEVAL)
     assert load(path, format="jsonl").record == results.Workload("some", "jsonl", 1, load(path).record.sha256)
     assert load(path, format="jsonl").items == [Item("1", ["def one():\n"], True)]
     talk = written(tmp_path / "question.jsonl", TALK)
     assert load(talk, format="spec-bench").record.name == "spec-bench"
     assert load(talk).record.name == "mt-bench"
+    path = written(tmp_path / "none.jsonl", {"input": "a"})
+    refused(path, "'input'", "matches no known format", "jsonl: prompt")
+    path = written(tmp_path / "both.jsonl", {**GSM8K, **OWN})
+    refused(path, "fits gsm8k and jsonl", "say which")
+    assert load(path, format="gsm8k").items[0].turns == ["Two and two?"]
+    assert load(path, format="jsonl").items[0].turns == ["Once upon"]
 
 
 @pytest.mark.parametrize(
@@ -164,16 +152,13 @@ def test_files_of_one_benchmark_can_be_told_apart_by_name(tmp_path, file, entry,
     assert load(written(tmp_path / file, entry)).record.name == name
 
 
-def test_the_record_names_the_bytes_of_the_file_and_the_prompts_run(tmp_path):
+def test_the_record_names_the_bytes_of_the_file_also_of_a_gzipped_one_and_the_prompts_run(tmp_path):
     path = written(tmp_path / "my.prompts.jsonl", *({"prompt": f"{i}"} for i in range(5)))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     assert load(path).record == results.Workload("my.prompts", "jsonl", 5, sha256)
     assert load(str(path), limit=3).record == results.Workload("my.prompts", "jsonl", 3, sha256)
     assert [item.turns for item in load(path, limit=3).items] == [["0"], ["1"], ["2"]]
     assert load(path, limit=9).record.prompts == 5
-
-
-def test_a_gzipped_file_reads_like_the_file_and_is_named_by_its_own_bytes(tmp_path):
     path = written(tmp_path / "HumanEval.jsonl", HUMANEVAL)
     packed = tmp_path / "HumanEval.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -181,25 +166,18 @@ def test_a_gzipped_file_reads_like_the_file_and_is_named_by_its_own_bytes(tmp_pa
     assert load(packed).record.sha256 == hashlib.sha256(packed.read_bytes()).hexdigest()
 
 
-def test_blank_lines_line_ends_and_a_byte_order_mark_do_not_matter(tmp_path):
+def test_blank_lines_and_a_byte_order_mark_do_not_matter_and_only_line_feeds_end_a_line(tmp_path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b\\r"}\r\n')
     assert [(item.id, item.turns) for item in load(path).items] == [("1", ["a"]), ("3", ["b\r"])]
-
-
-def test_only_line_feeds_end_a_line(tmp_path):
-    path = tmp_path / "separators.jsonl"
     path.write_text('{"prompt": "one\u2028paragraph\x85 or two"}\n', encoding="utf-8")
     assert load(path).items[0].turns == ["one\u2028paragraph\x85 or two"]
 
 
-def test_a_file_with_a_number_sign_in_its_name_is_found(tmp_path):
+def test_a_number_sign_may_be_part_of_a_name_and_builtin_is_the_builtin_one_only_as_a_word(tmp_path, monkeypatch):
     path = written(tmp_path / "take#2.jsonl", {"prompt": "a", "category": "x"}, {"prompt": "b", "category": "y"})
     assert load(path).record.name == "take#2"
     assert [item.id for item in load(f"{path}#y").items] == ["2"]
-
-
-def test_builtin_is_the_builtin_one_only_as_a_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "builtin", OWN)
     assert load("builtin").record.format == "builtin"
@@ -277,15 +255,6 @@ def test_an_item_of_an_array_is_named_by_its_number(tmp_path):
     refused(path, "not a JSON array", "fix it")
 
 
-def test_keys_that_fit_no_format_or_several_are_refused_and_a_format_settles_it(tmp_path):
-    path = written(tmp_path / "none.jsonl", {"input": "a"})
-    refused(path, "'input'", "matches no known format", "jsonl: prompt")
-    path = written(tmp_path / "both.jsonl", {**GSM8K, **OWN})
-    refused(path, "fits gsm8k and jsonl", "say which")
-    assert load(path, format="gsm8k").items[0].turns == ["Two and two?"]
-    assert load(path, format="jsonl").items[0].turns == ["Once upon"]
-
-
 def test_arguments_out_of_range_are_refused_before_the_file_is_read():
     refused("none.jsonl", "format='csv'", "jsonl", format="csv")
     refused("none.jsonl", "limit=0", "at least 1", limit=0)
@@ -293,15 +262,12 @@ def test_arguments_out_of_range_are_refused_before_the_file_is_read():
     refused("builtin", "is for files", format="jsonl")
 
 
-def test_a_category_of_a_file_without_categories_is_refused(tmp_path):
-    refused(f"{written(tmp_path / 'g.jsonl', GSM8K)}#math", "'math'", "leave #... away")
-
-
 # What is built in
 
 
 def test_the_built_in_prompts_are_two_beginnings_from_each_held_out_module():
-    workload = load("builtin")
+    """Each ends in the middle of a function: with a line for its body it is one, without it is none."""
+    workload, (_, tokenizer) = load("builtin"), load_model(model_path())
     assert workload.record == results.Workload("builtin", "builtin", 16, None)
     assert [item.category for item in workload.items] == [module for module in HELD_OUT for _ in range(2)]
     for item in workload.items:
@@ -309,20 +275,10 @@ def test_the_built_in_prompts_are_two_beginnings_from_each_held_out_module():
         assert item.id.startswith(f"{item.category}.") and not item.chat
         assert f"def {item.id.rpartition('.')[2]}(" in prompt
         assert prompt == prompt.rstrip() and prompt.startswith(("def ", "class "))
-
-
-def test_the_built_in_prompts_leave_room_in_the_embedded_model_and_go_on():
-    """Each ends in the middle of a function: with a line for its body it is one, without it is none."""
-    _, tokenizer = load_model(model_path())
-    for item in load("builtin").items:
-        (prompt,) = item.turns
-        assert len(tokenizer(prompt)["input_ids"]) <= 351
+        assert len(tokenizer(prompt)["input_ids"]) <= 351, "it leaves room in the embedded model"
         indent = " " * (len(prompt.split("\n")[-1]) - len(prompt.split("\n")[-1].lstrip()))
-        body = f"\n{indent}    pass" if prompt.endswith(":") else f"\n{indent}pass"
+        body = f"\n{indent}{'    ' * prompt.endswith(':')}pass"
         compile(prompt + body, item.id, "exec")
-
-
-def test_a_module_of_the_built_in_prompts_can_be_chosen():
     workload = load("builtin#heapq", limit=1)
     assert workload.record == results.Workload("builtin#heapq", "builtin", 1, None)
     refused("builtin#queue", "'queue'", "heapq")

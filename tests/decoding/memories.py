@@ -96,8 +96,6 @@ def memory_saying(text: Sequence[int], of_logits: Sequence[Row], of_text: Sequen
     return memory
 
 
-# --------------------------------------------------------------------------------------------- what they ought to say
-
 CachedLogits = list[tuple[int, Row]]
 """Rows that are known, each with the number of its kind."""
 

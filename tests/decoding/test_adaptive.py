@@ -1,7 +1,7 @@
 """The adaptive method's drafter: it feeds trees from a memory and learns from every row."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -20,7 +20,7 @@ from memories import (
     reads_no_places,
     said_of,
 )
-from random_texts import VOCABULARY, depths, path_to, seeds, texts
+from random_texts import VOCABULARY, Fixed, Follow, depths, follow_of, path_to, seeds, texts
 from reference.tree import parts_of
 
 import lade
@@ -33,8 +33,6 @@ from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.testing import toy_model
-
-Follow = Callable[[Sequence[int]], int]
 
 
 class SetBudget:
@@ -70,13 +68,6 @@ def drafter_of(
     return drafter
 
 
-def follow_of(order: int, salt: int, vocabulary: int = VOCABULARY) -> Follow:
-    def follow(text: Sequence[int]) -> int:
-        return hash((salt, *text[-order:])) % vocabulary
-
-    return follow
-
-
 def logits_of(tree: TokenTree, text: list[int], follow: Follow, vocabulary: int = VOCABULARY) -> torch.Tensor:
     logits = torch.zeros(len(tree), vocabulary)
     for node in range(len(tree)):
@@ -85,17 +76,16 @@ def logits_of(tree: TokenTree, text: list[int], follow: Follow, vocabulary: int 
 
 
 def step(
-    drafter: AdaptiveDrafter, text: list[int], follow: Follow, max_depth: int | None = None
+    drafter: AdaptiveDrafter,
+    text: list[int],
+    follow: Follow,
+    max_depth: int | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> tuple[Draft, Verdict]:
     """One step as the loop makes it; `text` grows."""
     draft = drafter.draft(text, max_depth)
-    readout = read(logits_of(draft.tree, text, follow), wants_entries=draft.wants_entries)
-
-    def emit(token: int) -> bool:
-        text.append(token)
-        return False
-
-    verdict = walk(draft.tree, readout.argmax_ids.__getitem__, emit)
+    readout = read(logits_of(draft.tree, text, follow, vocabulary), wants_entries=draft.wants_entries)
+    verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)
     drafter.learn(text, draft, readout, verdict)
     return draft, verdict
 
@@ -136,10 +126,7 @@ def test_a_window_finds_what_no_memory_knows():
     text, accepted = [0], 0
     drafter = drafter_of(Memory(), SetBudget(1, 1, 80), text)
     for _ in range(30):
-        draft = drafter.draft(text, None)
-        readout = read(logits_of(draft.tree, text, lambda text: table[text[-1]], 40))
-        verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)
-        drafter.learn(text, draft, readout, verdict)
+        _, verdict = step(drafter, text, lambda text: table[text[-1]], vocabulary=40)
         accepted += verdict.sources.count("window")
     assert accepted > 10
 
@@ -222,16 +209,11 @@ def test_a_resting_step_feeds_one_token_and_asks_for_nothing():
 @pytest.mark.parametrize(("scores", "fed"), [([0.4, 0.3, 0.2], 0), ([0.9, 0.8, 0.7], 3), ((), 3)])
 def test_a_resting_step_feeds_a_guess_that_pays_by_itself_and_nothing_of_the_memory(scores, fed):
     """And one of which nothing is known."""
-
-    class Other:
-        def guesses(self, context: Sequence[int]) -> list[Guess]:
-            return [Guess([21, 22, 23], "other", scores)]
-
-    memory, text = filled_memory(0, texts=100), [1, 2, 3]
-    drafter = drafter_of(memory, SetBudget(20, 20, 4, [True]), text, sources=[Other()])
+    memory, text, other = filled_memory(0, texts=100), [1, 2, 3], Fixed(Guess([21, 22, 23], "other", scores))
+    drafter = drafter_of(memory, SetBudget(20, 20, 4, [True]), text, sources=[other])
     tree = drafter.draft([*text, 4], None).tree
     assert tree.sources[1:] == ["other"] * fed
-    awake = drafter_of(memory, SetBudget(20, 20, 20), text, sources=[Other()])
+    awake = drafter_of(memory, SetBudget(20, 20, 20), text, sources=[other])
     assert "memory" in awake.draft([*text, 4], None).tree.sources, "or else this shows nothing"
 
 
@@ -249,7 +231,9 @@ def test_what_the_model_says_to_the_prompt_is_kept_under_the_prompts_ends():
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_followed_in_the_prompt_is_kept_if_it_may_be_read(reads):
     memory, prompt = Memory(), [3, 1, 4, 1, 5]
-    AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads)).begin([*prompt, 9], len(prompt))
+    drafter = AdaptiveDrafter(LookaheadConfig(memory=memory, budget=8, prompt_ngrams=reads))
+    assert drafter.wants_prompt_entries is reads
+    drafter.begin([*prompt, 9], len(prompt))
     for end, token in enumerate([1, 4, 1, 5, 9], start=1):
         assert known(memory, prompt[:end]) == ([], [{token: 255}] * len(TEXT_ORDERS) if reads else [])
     assert known(memory, [*prompt, 9]) == ([], [])
@@ -260,24 +244,16 @@ def test_threads_may_draft_from_one_memory():
     memory = Memory(30_000)
 
     def work(seed: int) -> None:
-        drafter, text = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1]
+        drafter, text, follow = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1], follow_of(3, seed)
         for _ in range(60):
-            draft, verdict = step(drafter, text, follow_of(3, seed))
+            draft, verdict = step(drafter, text, follow)
             assert len(draft.tree) <= 24 and len(verdict.tokens) >= 1
-        assert text == plain(seed, len(text))
-
-    def plain(seed: int, length: int) -> list[int]:
-        text = [seed, 1]
-        while len(text) < length:
-            text.append(follow_of(3, seed)(text))
-        return text
+        assert text[2:] == [follow(text[:end]) for end in range(2, len(text))]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [None] * 4
     assert np.isfinite(memory.weights).all()
 
-
-# ------------------------------------------------------------------------------------------------- through `generate`
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 
@@ -293,7 +269,6 @@ def test_prompts_are_read_only_if_they_may_be(model, reads):
     lade.generate(model, input_ids=IDS, max_new_tokens=1, lookahead=LookaheadConfig(memory=memory, prompt_ngrams=reads))
     assert (len(memory) > 0) is reads
     assert [len(rows) for rows in memory.lookup([1, 2])] == ([len(ORDERS), len(TEXT_ORDERS)] if reads else [0, 0])
-    assert AdaptiveDrafter(LookaheadConfig(budget=8, prompt_ngrams=reads)).wants_prompt_entries is reads
 
 
 def test_a_seed_changes_the_window_and_not_the_text(model):

@@ -96,13 +96,10 @@ def drafts(row, *tokens):
     return any(tuple(text(row.branches, node)[-len(tokens) :]) == tokens for node in range(len(row.tree)))
 
 
-def test_what_followed_in_the_prompt_or_in_the_encoders_input_is_drafted():
+def test_what_followed_in_the_prompt_the_encoders_input_or_the_text_that_all_beams_share_is_drafted():
     assert drafts(row_of([1, 2, 3, 1]), 3, 1, 2, 3)
     assert drafts(row_of([1], source=[1, 2, 3]), 1, 2, 3)
     assert not drafts(row_of([1]), 1, 2, 3)
-
-
-def test_what_followed_in_the_text_that_all_beams_share_is_drafted():
     row = row_of([9])
     for token in (1, 2, 3, 1):
         assert not drafts(row, 3, 1, 2, 3)

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -27,7 +27,7 @@ from reference.tree import NODE, Tree
 from lade.decoding.kernels import native_tree as module
 from lade.decoding.kernels.layout import ORDERS
 from lade.decoding.kernels.native_tree import OPTIMISM, NativeTree
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.tree import TokenTree
 from lade.memory import Memory
 
 Allowed = Callable[[int], bool]
@@ -65,19 +65,10 @@ def naive_scores(
     return taken
 
 
-def ancestors(tree: TokenTree, node: int) -> Iterator[int]:
-    while node != ROOT:
-        node = tree.parents[node]
-        yield node
-
-
 def grown(growth: NativeTree, text: Sequence[int], count: int) -> TokenTree:
     tree = TokenTree(text[-1])
     growth.copy_to(tree, count)
     return tree
-
-
-# -------------------------------------------------------------------------------------------------------- likely nodes
 
 
 @given(
@@ -130,12 +121,16 @@ def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages
     assert set(tree.sources[1:]) <= {"memory"}
 
 
-def test_a_size_that_is_not_reached_ends_growth():
+def test_a_size_that_is_not_reached_ends_growth_and_nothing_grows_where_nothing_is_known():
     """What a later stage would take is not taken then: what is too unlikely now stays so."""
     memory, growth = filled_memory(0, texts=100), NativeTree()
     few = len(growth.grow(memory.bound, [1, 2, 3], [(30, 0.3)]))
     assert 1 < few == len(growth.grow(memory.bound, [1, 2, 3], [(30, 0.3), (31, 0.0)])) < 30
     assert len(growth.grow(memory.bound, [1, 2, 3], [(few, 0.3), (few + 5, 0.0)])) == few + 5
+    growth = NativeTree()
+    assert growth.grow(Memory().bound, [1, 2, 3], [(5, 0.0)]) == [1.0]
+    assert growth.grow(Memory().bound, [1, 2, 3], [(1, 0.0), (9, 0.5)]) == [1.0]
+    assert grown(growth, [3], 1).ids == [3]
 
 
 @pytest.mark.parametrize("promise", (0.3, 0.7, 1.0))
@@ -158,16 +153,6 @@ def test_trees_may_be_large():
     naive = naive_scores(memory, [1, 2, 3], [(100, 0.0)], None, anything)
     assert sum(large.grow(memory.bound, [1, 2, 3], [(1500, 0.0)])[:100]) > 0.95 * sum(naive)
     assert grown(large, [1, 2, 3], 100).ids == grown(small, [1, 2, 3], 100).ids
-
-
-def test_nothing_grows_where_nothing_is_known():
-    growth = NativeTree()
-    assert growth.grow(Memory().bound, [1, 2, 3], [(5, 0.0)]) == [1.0]
-    assert growth.grow(Memory().bound, [1, 2, 3], [(1, 0.0), (9, 0.5)]) == [1.0]
-    assert grown(growth, [3], 1).ids == [3]
-
-
-# ------------------------------------------------------------------------------------------------ hanging and following
 
 
 @given(seeds, texts, st.integers(2, 30), st.integers(1, 30), st.lists(texts, max_size=4), st.data())
@@ -228,7 +213,7 @@ def test_what_is_known_at_a_node_stays_with_it_when_others_are_dropped():
     """In every column."""
     growth, memory, text = NativeTree(), filled_memory(3, texts=100), [1, 2, 3]
     tree = grown(growth, text, len(growth.grow(memory.bound, text, [(12, 0.0)])))
-    kept = [node for node in range(len(tree)) if 1 not in (node, *ancestors(tree, node))]
+    kept = [node for node, on_path in enumerate(tree.closure()) if not on_path[1]]
     before = Tree(growth)
     growth.keep(kept)
     after = Tree(growth)

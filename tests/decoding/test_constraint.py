@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import filled_memory
+from random_texts import Fixed, path_to
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -21,29 +22,14 @@ class Rules:
         return self._lead
 
     def fits(self, tokens):
-        wanted = [*self._lead, *([None] * len(tokens))]
-        pairs = zip(tokens, wanted, strict=False)
-        bad = (
-            at
-            for at, (token, must) in enumerate(pairs)
-            if (token not in self._allowed if must is None else token != must)
-        )
-        return next(bad, len(tokens))
-
-
-class Fixed:
-    def __init__(self, *guesses):
-        self._guesses = guesses
-
-    def guesses(self, context):
-        return self._guesses
+        for at, token in enumerate(tokens):
+            if token not in (self._lead[at : at + 1] or self._allowed):
+                return at
+        return len(tokens)
 
 
 def paths_of(tree):
-    paths = [()]
-    for token, parent in zip(tree.ids[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
+    return [tuple(path_to(tree, node)) for node in range(len(tree))]
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.sets(st.integers(0, 9)), st.integers(2, 24), st.integers(0, 3))

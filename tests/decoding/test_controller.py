@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lade.decoding.drafting.controller as module
-from lade.decoding.drafting.controller import ALLOWANCE, ALLOWED_SHARE, RECENT, Controller, ControllerState, YieldCurve
+from lade.decoding.drafting.controller import (
+    ALLOWANCE,
+    ALLOWED_SHARE,
+    RECENT,
+    Controller,
+    ControllerState,
+    YieldCurve,
+    max_tree_size,
+)
 from lade.decoding.drafting.step_cost import StepCost
 
 PLAIN_S = 0.01
@@ -43,10 +51,6 @@ def run(controller, cost, steps, accept, *, own_s=0.0, noise=lambda size: (1.0, 
     return sizes, lost
 
 
-def none(size, luck):
-    return []
-
-
 def chain(share):
     """The likeliest node of each doubling comes true so often, if the one before did."""
 
@@ -58,6 +62,9 @@ def chain(share):
         return accepted
 
     return accept
+
+
+NOTHING = chain(0.0)
 
 
 def test_where_passes_are_flat_it_feeds_many_and_where_they_are_steep_few():
@@ -75,7 +82,7 @@ def test_a_step_that_feeds_many_tells_about_fewer():
     run(begun(cost, state), cost, 400, chain(0.7))
     assert state.curve.gains[:5] == pytest.approx([0.7**n for n in range(1, 6)], abs=0.1)
     small = Controller(cost_of(STEEP), state)
-    few, _ = run(small, cost_of(STEEP), 1, none)
+    few, _ = run(small, cost_of(STEEP), 1, NOTHING)
     assert 1 <= few[0] <= 8
 
 
@@ -84,36 +91,33 @@ def test_a_step_that_feeds_many_tells_about_fewer():
 def test_a_text_loses_no_more_than_its_allowance(heights, length):
     """In plain steps; the library's own time is not known at first."""
     cost = cost_of(heights)
-    _, lost = run(begun(cost), cost, length, none, own_s=0.2 * PLAIN_S)
+    _, lost = run(begun(cost), cost, length, NOTHING, own_s=0.2 * PLAIN_S)
     assert lost < ALLOWANCE + ALLOWED_SHARE * length + 0.2 * RECENT
 
 
 def test_trees_get_smaller_before_drafting_rests():
     """While the share grows, what can be lost pays for small trees."""
     cost = cost_of(USUAL)
-    sizes, _ = run(begun(cost), cost, 200, none)
+    sizes, _ = run(begun(cost), cost, 200, NOTHING)
     fed = [size for size in sizes if size > 1]
     assert fed[0] > 4 and set(fed[10:]) <= {2, 3} and sizes[100:].count(1) > 80
 
 
-def test_a_bad_text_does_not_silence_the_next():
+def test_a_bad_text_does_not_silence_the_next_and_a_good_one_licenses_nothing():
     state, cost = ControllerState(), cost_of(USUAL)
     for length in (128, 512):
         bad = begun(cost, state)
-        _, lost = run(bad, cost, length, none)
+        _, lost = run(bad, cost, length, NOTHING)
         assert lost > ALLOWANCE + 0.01 * length
         good = begun(cost, state)
         assert not good.exhausted
         sizes, lost = run(good, cost, 128, chain(0.8))
         assert lost < -60 and sum(size > 1 for size in sizes) > 60
-
-
-def test_a_good_text_licenses_nothing():
     cost, state = cost_of(USUAL), ControllerState()
     run(begun(cost, state), cost, 500, chain(0.8))
     spoilt = begun(cost, state)
     run(spoilt, cost, 60, chain(0.8))
-    _, lost = run(spoilt, cost, 60, none)
+    _, lost = run(spoilt, cost, 60, NOTHING)
     assert lost < ALLOWANCE + ALLOWED_SHARE * 400 + 3
 
 
@@ -156,7 +160,7 @@ def test_own_time_is_a_median_and_stands_garbage_collection():
     assert sizes[0] == sizes[1] > 1
 
 
-def test_own_time_of_plain_steps_counts_from_the_second_on():
+def test_own_time_of_plain_steps_counts_from_the_second_on_and_what_grows_with_the_tree_keeps_it_small():
     """Passes on a GPU are seldom plain, and what they are compared with must not look faster than it is."""
     cost = cost_of({1: 1.0, 2: 2.0, 128: 128.0})  # so the rate is that of plain decoding
     controller = Controller(cost)
@@ -165,9 +169,6 @@ def test_own_time_of_plain_steps_counts_from_the_second_on():
         assert controller.skip_drafting()
         controller.observe(1, 1, 2 * PLAIN_S, PLAIN_S)
     assert controller.rate == pytest.approx(1 / (2 * PLAIN_S), rel=0.01)
-
-
-def test_own_time_that_grows_with_the_tree_keeps_it_small():
     sizes = []
     for own_s in (0.0, PLAIN_S):
         cost = cost_of(FLAT)
@@ -175,8 +176,9 @@ def test_own_time_that_grows_with_the_tree_keeps_it_small():
     assert sizes[1] < sizes[0]
 
 
-def test_forced_tokens_count_in_full():
+def test_forced_tokens_count_in_full_whatever_the_curve_says():
     controller = Controller(cost_of(USUAL))
+    assert controller.expected([1.0, 1.0, 1.0, 0.1], [1e-6] * 9).tolist() == [1.0, 2.0, 3.0, 3.0]
     assert not controller.skip_drafting()
     assert sized(controller, [1.0] * 40) > 30 > sized(controller, [1.0, *[0.02] * 39])
     steep = Controller(cost_of({1: 1.0, 8: 1.7, 128: 20.0}))
@@ -204,15 +206,20 @@ def test_stages_ascend_and_a_size_is_one_of_those_offered(scores, increments):
         controller.observe(size, 1, cost.table[size], cost.table[size])
 
 
-def test_a_curve_learns_the_doublings_that_were_fed_alone():
+def test_a_curve_learns_the_doublings_that_were_fed_alone_and_is_straight_in_the_logarithm_of_the_size():
     curve = YieldCurve()
     before = copy.deepcopy(curve)
     for _ in range(400):
         curve.learn([1.0, 1.0], [0.5, 0.4], [1.0, 0.25])
-    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.predicted[:2] == pytest.approx(
-        [0.5, 0.4], abs=0.02
-    )
+    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05)
+    assert curve.predicted[:2] == pytest.approx([0.5, 0.4], abs=0.02)
     assert curve.gains[2:] == before.gains[2:]
+    state, sizes = ControllerState(), np.arange(1, 513)
+    state.curve.gains = [0.9 / number for number in range(1, 10)]
+    sums = np.concatenate(([0.0], np.cumsum(state.curve.gains)))
+    straight = np.interp(np.log2(sizes), np.arange(10), sums)
+    found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], [1.0] * 9)
+    assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._LEARNING_TOKENS)
 
 
 def test_what_was_fed_in_part_counts_in_part():
@@ -226,15 +233,6 @@ def test_what_was_fed_in_part_counts_in_part():
     for _ in range(100):
         controller.learn([1.0, *[0.3] * 11], [])
     assert max(state.curve.gains[:4]) < 0.75 / share and state.curve.gains[4] == module.PRIOR_GAIN
-
-
-def test_the_curve_is_straight_in_the_logarithm_of_the_size():
-    state, sizes = ControllerState(), np.arange(1, 513)
-    state.curve.gains = [0.9 / number for number in range(1, 10)]
-    sums = np.concatenate(([0.0], np.cumsum(state.curve.gains)))
-    straight = np.interp(np.log2(sizes), np.arange(10), sums)
-    found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], [1.0] * 9)
-    assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._LEARNING_TOKENS)
 
 
 def test_a_text_has_ratios_of_its_own_by_doubling():
@@ -260,5 +258,15 @@ def test_a_text_has_ratios_of_its_own_by_doubling():
     assert max(first) < 0.4 and min(last) > 1.5 and size < larger
 
 
-def test_forced_tokens_count_as_they_are_whatever_the_curve_says():
-    assert Controller(cost_of(USUAL)).expected([1.0, 1.0, 1.0, 0.1], [1e-6] * 9).tolist() == [1.0, 2.0, 3.0, 3.0]
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_a_controller_grows_and_fills_up_to_its_limit(processes):
+    """Trees that several processes feed are larger than those whose passes a curve knows."""
+    most = max_tree_size(processes)
+    controller, scores = Controller(StepCost.of({1: [1.0], 256: [1.001]}), most=most), [1.0] * most
+    assert controller.most == controller.fill_size(1) == most
+    for _ in range(3):
+        ends = [size for size, _ in controller.stages()]
+        assert ends == sorted(ends) and ends[-1] <= most
+        size = sized(controller, scores[: ends[-1]])
+        controller.observe(size, size, 1.0, 1.0)
+    assert size == most

@@ -28,16 +28,24 @@ SURE = [1.0, 0.95, 0.9, 0.9, 0.85, 0.8, 0.8, 0.8]
 NOTHING = [1.0]
 
 
-def decided(*found: Sequence[float]) -> int:
-    """How many nodes a row with many could feed."""
-    budget = Controller(steep_cost())
+def deciding(*found: Sequence[float], emitted: Sequence[int] | None = None, cost: StepCost | None = None) -> Controller:
+    """A controller that has weighed what rows have found."""
+    budget = Controller(cost or steep_cost())
     assert not budget.skip_drafting()
-    budget.decide(found)
-    return budget.choose(range(100))
+    budget.decide(found, emitted)
+    return budget
 
 
-def test_the_yield_of_the_mean_row_decides():
+def decided(*found: Sequence[float], emitted: Sequence[int] | None = None) -> int:
+    """How many nodes a row with many could feed."""
+    return deciding(*found, emitted=emitted).choose(range(100))
+
+
+def test_the_yield_of_the_mean_row_decides_or_of_the_slowest_where_a_call_waits_for_all():
     assert decided(SURE, SURE, SURE) == decided(SURE) > decided(SURE, *[NOTHING] * 7)
+    emitted = (None, [9] * 8, [9, *[40] * 7], [40, *[9] * 7])
+    mean, together, slow, fast = (decided(SURE, *[NOTHING] * 7, emitted=each) for each in emitted)
+    assert mean == together and fast <= mean < slow == decided(SURE)
 
 
 EMITTED = st.lists(st.integers(0, 3000), min_size=1, max_size=64)
@@ -63,21 +71,8 @@ def test_a_token_of_any_row_is_progress_and_most_so_of_the_slowest(emitted: list
     assert common_progress([count + 5 for count in emitted]) == pytest.approx(common_progress(emitted) + 5)
 
 
-def test_where_a_call_waits_for_all_the_slowest_row_decides():
-    sizes = []
-    for emitted in (None, [9] * 8, [9, *[40] * 7], [40, *[9] * 7]):
-        budget = Controller(steep_cost())
-        assert not budget.skip_drafting()
-        budget.decide([SURE, *[NOTHING] * 7], emitted)
-        sizes.append(budget.choose(range(100)))
-    mean, together, slow, fast = sizes
-    assert mean == together and fast <= mean < slow == decided(SURE)
-
-
 def test_a_row_feeds_no_more_than_it_has_found():
-    budget = Controller(steep_cost())
-    budget.skip_drafting()
-    budget.decide([SURE, SURE[:3]])
+    budget = deciding(SURE, SURE[:3])
     size = budget.choose(SURE)
     assert size > 3 and budget.choose(SURE[:3]) == 3
     assert budget.fill_size(3) >= size, "the rest is for the window: the pass is that long anyway"
@@ -85,18 +80,11 @@ def test_a_row_feeds_no_more_than_it_has_found():
 
 def test_a_step_without_candidates_feeds_a_window_where_that_is_cheap():
     """What it teaches comes soonest at the beginning of a text: no node is known to be unlikely."""
-
-    def filled(cost, *found):
-        budget = Controller(cost)
-        budget.skip_drafting()
-        budget.decide(found)
-        return budget.fill_size(1)
-
     flat = StepCost.of({1: [PLAIN_S] * 9, 128: [1.3 * PLAIN_S] * 9})
     unlikely = [1.0, 1e-4]
-    assert filled(flat, [1.0]) == filled(flat, [1.0], [1.0]) == 128
-    assert filled(flat, unlikely) < 8 and filled(flat, [1.0], unlikely) < 8
-    assert filled(steep_cost(), [1.0]) == 1
+    assert deciding(NOTHING, cost=flat).fill_size(1) == deciding(NOTHING, NOTHING, cost=flat).fill_size(1) == 128
+    assert deciding(unlikely, cost=flat).fill_size(1) < 8 and deciding(NOTHING, unlikely, cost=flat).fill_size(1) < 8
+    assert deciding(NOTHING).fill_size(1) == 1
 
 
 def test_all_rows_rest_in_the_same_steps():
@@ -123,9 +111,7 @@ def test_a_pass_is_learned_once():
 
 @pytest.mark.parametrize("found", [[], [[], []]])
 def test_nothing_is_decided_where_nobody_looked(found: list[list[float]]):
-    budget = Controller(steep_cost())
-    budget.skip_drafting()
-    budget.decide([SURE, SURE])
+    budget = deciding(SURE, SURE)
     budget.decide(found)
     assert budget.choose(SURE) == len(SURE)
 
@@ -163,31 +149,22 @@ def dear_looks(budget: Controller, steps: int, *, accepted: bool) -> tuple[int, 
     return looks, seconds / (tokens * PLAIN_S)
 
 
-def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring():
+def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring_and_finds_out_when_they_pay_again():
     """In the next call, too."""
     state = ControllerState()
     dear_looks(Controller(cheap_cost(), state), 200, accepted=False)
     looks, took = dear_looks(Controller(cheap_cost(), state), 800, accepted=False)
     assert 1 < looks < 80 and took < 1.03
-
-
-def test_a_batch_finds_out_when_looks_pay_again():
-    state = ControllerState()
-    dear_looks(Controller(cheap_cost(), state), 400, accepted=False)
     looks, took = dear_looks(Controller(cheap_cost(), state), 1000, accepted=True)
     assert looks > 800 and took < 0.9
 
 
-def test_prompts_are_read_unless_the_text_may_lose_no_more():
+def test_prompts_are_read_unless_the_text_may_lose_no_more_and_one_that_joins_has_lost_nothing_yet():
     state = ControllerState()
     budget = Controller(cheap_cost(), state)
     assert budget.reads_logits
     dear_looks(budget, 400, accepted=False)
     assert budget.exhausted and not budget.reads_logits
-
-
-def test_a_text_that_joins_has_lost_nothing_yet():
-    """Each row brings an allowance of its own; what the others have lost stays theirs."""
     budget = Controller(cheap_cost(), ControllerState())
     dear_looks(budget, 60, accepted=False)
     lost = budget._lost

@@ -5,22 +5,18 @@ from collections.abc import Sequence
 
 import pytest
 from effort import examples
-from growing import begun
+from growing import begun, writer_of, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_clock import MadeClock
+from made_clock import TimedRunner
 
-from lade import LookaheadConfig, Stats
-from lade.clock import Duration
+from lade import LookaheadConfig
 from lade.decoding.drafting.adaptive import drafter_for, ranked
 from lade.decoding.drafting.copy_drafting import ANCHOR, LONGEST_CHAIN, Agreement, DoubtedAgreement, OwnText, Prediction
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.loop import DecodeLoop
-from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Greedy
-from lade_lab.fakes import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner
 
 VOCABULARY, PROMPT = 400, [1, 2, 3]
 CYCLE = list(range(10, 24))
@@ -37,22 +33,13 @@ EDITED = [*ANSWER[:30], 5, 6, 7, *ANSWER[30:70], *ANSWER[80:]]
 """Three tokens more, and ten less: the answer takes away the ones and brings back the others."""
 
 
-def follow(text: list[int], known: list[int]) -> int:
-    """What a model says that writes this text; of another one it knows no more than anybody."""
-    on_the_way = len(known) < len(text) and known == text[: len(known)]
-    return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % VOCABULARY
-
-
 def decoded(prompt: Sequence[int], answer: Sequence[int], *sources: object, config: LookaheadConfig = BUDGET):
     """Stats, and the name of each token's source."""
     text = [*prompt, *answer]
-    drafter = drafter_for(config, sources=sources)
-    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
-    runner = FunctionRunner(lambda known: follow(text, list(known)), VOCABULARY)
-    loop = DecodeLoop([row], runner, ListCache(), Stats())
-    names = [name for steps in loop.run() for step in steps for name in step.sources]
-    assert row.tokens == text
-    return loop.stats, names
+    runner = FunctionRunner(writer_of(text, VOCABULARY), VOCABULARY)
+    tokens, names, stats = written(prompt, len(text), drafter_for(config, sources=sources), runner)
+    assert tokens == text
+    return stats, names
 
 
 @pytest.mark.parametrize(("expected", "least"), [(ANSWER, 11.5), (CHANGED, 8), (EDITED, 5)])
@@ -95,7 +82,7 @@ def test_a_chain_ends_before_what_is_never_guessed_and_has_a_greatest_length():
     assert Prediction([]).guesses([1, 7]) == []
 
 
-def test_likelihoods_are_those_of_late():
+def test_likelihoods_are_those_of_late_and_short_matches_are_doubted_from_the_first_miss_to_a_long_match():
     agreement = Agreement()
     assert agreement.probability(0) < agreement.probability(1) < agreement.probability(8) < agreement.probability(99)
     for hit, bound in ((True, 0.95), (False, 0.3)):
@@ -103,9 +90,6 @@ def test_likelihoods_are_those_of_late():
             agreement.learn(5, hit)
         assert (agreement.probability(5) > bound) is hit
     assert agreement.probability(4) == agreement.probability(7) != agreement.probability(8)
-
-
-def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_seen():
     agreement, hopeful = DoubtedAgreement(), Agreement()
     short = range(4)
     assert [agreement.probability(length) for length in short] == [hopeful.probability(length) for length in short]
@@ -119,38 +103,21 @@ def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_se
     assert agreement.probability(1) == hopeful.probability(1), "one change is no reason to doubt the text again"
 
 
-class TimedRunner(FunctionRunner):
-    """Whose passes take what a small model takes, by its clock; and the library a tenth of a plain one."""
-
-    clock: MadeClock
-
-    def __init__(self, text: list[int]) -> None:
-        super().__init__(lambda known: follow(text, list(known)), VOCABULARY)
-        self.clock = MadeClock()
-        self.cost = StepCost.of({size: [1e-3 * times] for size, times in ((1, 1.0), (2, 1.3), (16, 2.2), (128, 4.0))})
-
-    def forward(self, trees, rows, cache):
-        seconds = self.cost.seconds(max(map(len, trees)))
-        self.pass_time = Duration(seconds, seconds)
-        self.clock.run(seconds + 1e-4)
-        return super().forward(trees, rows, cache)
-
-
 @pytest.mark.parametrize("other", ["another order", "drawn"])
 def test_noise_costs_hardly_anything(other):
-    """In passes by a given cost, a word of every third being common, so that places are found all the time."""
+    """Of passes of a small model, and a tenth of a plain one for the library.
+
+    A word of every third is common, so that places are found all the time.
+    """
     rng = random.Random(7)
     answer = [rng.choice([10, 11, 12, 13]) if place % 3 == 0 else token for place, token in enumerate(noise(8, 400))]
     wrong = rng.sample(answer, len(answer)) if other == "another order" else rng.choices(range(10, VOCABULARY), k=400)
     text, seconds = [*PROMPT, *answer], []
     for sources in ([], [Prediction(wrong)]):
-        runner = TimedRunner(text)
-        budget = begun(runner.cost)
+        cost = StepCost.of({size: [1e-3 * times] for size, times in ((1, 1.0), (2, 1.3), (16, 2.2), (128, 4.0))})
+        runner, budget = TimedRunner(writer_of(text, VOCABULARY), VOCABULARY, cost, own_s=1e-4), begun(cost)
         drafter = drafter_for(LookaheadConfig(), budget=budget, sources=sources)
-        row = Row(PROMPT, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
-        for _ in DecodeLoop([row], runner, ListCache(), budget=budget).run():
-            pass
-        assert row.tokens == text
+        assert written(PROMPT, len(text), drafter, runner, budget)[0] == text
         seconds.append(runner.clock.wall_s)
     assert seconds[1] < 1.01 * seconds[0]
 
@@ -166,15 +133,12 @@ def test_copies_from_the_prompt_are_drafted_as_long_chains():
     assert names.count("text") > len(names) / 2
 
 
-def test_a_copy_is_recognised_by_its_last_tokens_and_only_from_before_them():
+def test_a_copy_is_recognised_by_its_last_tokens_only_from_before_them_or_in_what_an_encoder_was_fed():
     source, text = OwnText(), noise(5, 30)
     assert source.guesses(text) == [], "a text does not continue itself at its end"
     assert source.guesses([*text, *text[: ANCHOR - 1]]) == []
     (guess,) = source.guesses([*text, *text[:ANCHOR]])
     assert list(guess.tokens) == [*text[ANCHOR:], *text[:ANCHOR]][: len(guess.tokens)]
-
-
-def test_a_copy_may_come_from_what_an_encoder_was_fed():
     (guess,) = OwnText(noise(6, 30)).guesses([1, *noise(6, 30)[3 : 3 + ANCHOR]])
     assert list(guess.tokens[:4]) == noise(6, 30)[3 + ANCHOR : 7 + ANCHOR]
 

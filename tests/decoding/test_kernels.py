@@ -13,11 +13,9 @@ from lade.decoding.drafting.memory import context_of
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LONGEST, TEXT, WIDTH, Ints
 
-COLUMNS = 2 + WIDTH
-
 
 def table_of(slots: int) -> Ints:
-    return np.zeros((slots, COLUMNS), np.int32)
+    return np.zeros((slots, 2 + WIDTH), np.int32)
 
 
 def taken(table: Ints) -> Ints:
@@ -26,10 +24,6 @@ def taken(table: Ints) -> Ints:
 
 def listed(table: Ints) -> list[list[int]]:
     return sorted(taken(table).tolist())
-
-
-def keys(table: Ints) -> set[tuple[int, int]]:
-    return {(low, high) for low, high, *_ in listed(table)}
 
 
 def slots_with(keys: list[tuple[int, int]]) -> Ints:
@@ -45,10 +39,7 @@ def known(young: Ints, old: Ints, text: list[int]) -> tuple[list, list]:
     return [unpacked(row) for row in rows[:found]], [unpacked(row) for row in rows[TEXT : TEXT + heard]]
 
 
-# --------------------------------------------------------------------------------------------------------------- keys
-
-
-def test_contexts_that_differ_have_different_keys():
+def test_contexts_that_differ_have_different_keys_which_are_spread_over_the_table():
     """Neighbouring tokens, at any place; few and many."""
     texts = [[token] for token in range(5000)]
     texts += [[a, b] for a in range(60) for b in range(60)]
@@ -60,11 +51,8 @@ def test_contexts_that_differ_have_different_keys():
     young, old = table_of(2**18), table_of(1)
     for first, end in ((0, TEXT), (TEXT, END)):
         tables.learn(young, old, tails_of(texts), rows_of([{}] * len(texts)), first, end, 0, 0, 2**18 - 1)
-    assert len(keys(young)) == len(taken(young)) == len(reference.rows)
-
-
-def test_keys_are_spread_over_the_table():
-    """With two thirds of the slots taken, as many as may be, no slot is far from where it is looked for first."""
+    assert len({(low, high) for low, high, *_ in listed(young)}) == len(taken(young)) == len(reference.rows)
+    # With two thirds of the slots taken, as many as may be, no slot is far from where it is looked for first.
     size = 3000
     young, old = table_of(size), table_of(1)
     texts = [[token] for token in range(2 * size // 3)]
@@ -73,9 +61,6 @@ def test_keys_are_spread_over_the_table():
     ways = [(slot - home) % size for slot, home in enumerate(homes) if young[slot, 0]]
     assert len(ways) == len(texts)
     assert np.mean(ways) < 3 and max(ways) < 80  # 1 is what theory says of the mean
-
-
-# ------------------------------------------------------------------------------------------------------------- tables
 
 
 @pytest.mark.parametrize("high", (-1, 0, 1, 2**31 - 1, -(2**31)))
@@ -167,9 +152,6 @@ def test_tables_behave_as_two_dictionaries_do(batches, slots, data):
         assert tables.count_missing(old, young) == len(reference.old.keys() - reference.rows.keys())
     for text in [*seen, data.draw(st.lists(token, max_size=9))]:
         assert known(young, old, text) == reference.known(text)
-
-
-# ----------------------------------------------------------------------------------------------------------- contexts
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20), st.data())

@@ -1,12 +1,15 @@
 """The loop, on functions instead of models: any text function, any W, N, G, any batch."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
+import random_texts
 import torch
 from growing import begun
 from hypothesis import given
 from hypothesis import strategies as st
+from random_texts import Follow
 
 from lade import LookaheadConfig, Stats
 from lade.decoding.drafting.adaptive import drafter_for
@@ -20,7 +23,7 @@ from lade.decoding.verify import Choose, Greedy, Verdict
 from lade_lab.fakes import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY = 12
-Follow = Callable[[Sequence[int]], int]
+follow_of = partial(random_texts.follow_of, vocabulary=VOCABULARY)
 paper = st.builds(
     LookaheadConfig,
     window=st.integers(0, 6),
@@ -37,15 +40,6 @@ adaptive = st.builds(
 )
 configs = st.one_of(paper, adaptive)
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)
-
-
-def follow_of(order: int, salt: int) -> Follow:
-    """A text function that looks back `order` tokens: the lower, the sooner it repeats itself."""
-
-    def follow(text: Sequence[int]) -> int:
-        return hash((salt, *text[-order:])) % VOCABULARY
-
-    return follow
 
 
 def plain(follow: Follow, prompt: Sequence[int], new_tokens: int, eos: int | None = None) -> list[int]:
@@ -97,24 +91,38 @@ def test_rows_of_a_batch_accept_at_their_own_pace(config, prompts, order, salt, 
         assert row.tokens == plain(follow, prompt, new)
 
 
-def test_plain_decoding_is_the_empty_tree():
+def test_plain_decoding_is_the_empty_tree_and_nobody_guesses_past_the_end_of_the_context():
     loop, _ = loop_for([[0, 1]], LookaheadConfig(0, 2, 0), follow_of(1, 1), [20])
     list(loop.run())
     assert loop.stats.step_tokens == [1] * 19
     assert loop.stats.accepted == [1] * 19
+    follow = follow_of(1, 4)
+    loop, (row,) = loop_for([[1, 2, 3]], LookaheadConfig(5, 4, 5), follow, [30])
+    loop.runner.max_length = 20
+    list(loop.run())
+    assert row.tokens == plain(follow, [1, 2, 3], 30)
+    assert loop.stats.step_tokens[-12:] == [1] * 12
 
 
-class Resting(Drafter):
-    """Feeds roots alone, some of which teach."""
+class Roots(Drafter):
+    """Feeds roots alone, some of which teach, and tells when its row has ended."""
 
-    def __init__(self, teaches: Sequence[bool]) -> None:
-        self.teaches, self.seen = list(teaches), list[int]()
+    def __init__(self, teaches: Sequence[bool] = (), ended: list[object] | None = None) -> None:
+        self.teaches, self.ended, self.seen, self.observed = list(teaches), ended, list[int](), 0
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        return Draft(TokenTree(context[-1]), teaches=self.teaches[len(self.seen)])
+        teaches = not self.teaches or self.teaches[len(self.seen)]
+        return Draft(TokenTree(context[-1]), teaches=teaches)
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         self.seen.append(len(readout.argmax_ids))
+
+    def observe(self, emitted: int, seconds: float) -> None:
+        self.observed += 1
+
+    def end(self) -> None:
+        if self.ended is not None:
+            self.ended.append((self, self.observed))
 
 
 class Looking:
@@ -129,32 +137,16 @@ class Looking:
 
 @pytest.mark.parametrize(("chooser", "read"), [(Greedy(), [1, 1, 1, 1]), (Looking(), [0, 1, 1, 0])])
 def test_logits_are_read_for_those_who_look_at_what_is_read(chooser, read):
-    follow, drafter = follow_of(2, 1), Resting([False, True, True, False])
+    follow, drafter = follow_of(2, 1), Roots([False, True, True, False])
     row = Row([1, 2], drafter, chooser, lambda tokens: len(tokens) == 7)
     list(DecodeLoop([row], FunctionRunner(follow, VOCABULARY), ListCache(1)).run())
     assert row.tokens == plain(follow, [1, 2], 5)
     assert drafter.seen == read
 
 
-class Ending(Drafter):
-    """Feeds roots alone, and tells when its row has ended."""
-
-    def __init__(self, ended: list[object]) -> None:
-        self.ended, self.observed = ended, 0
-
-    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        return Draft(TokenTree(context[-1]))
-
-    def observe(self, emitted: int, seconds: float) -> None:
-        self.observed += 1
-
-    def end(self) -> None:
-        self.ended.append((self, self.observed))
-
-
 def test_drafters_are_told_the_end_of_their_rows_once_each_after_its_last_step():
     ended: list[object] = []
-    drafters = [Ending(ended) for _ in range(4)]
+    drafters = [Roots(ended=ended) for _ in range(4)]
     rows = [
         Row([1, 2], drafter, Greedy(), lambda tokens, length=length: len(tokens) == length)
         for drafter, length in zip(drafters, (5, 3, 7, 5), strict=True)
@@ -197,26 +189,14 @@ def test_a_budget_is_told_the_progress_of_a_call_or_of_the_mean_row(waits_for_al
     assert told.brought
 
 
-def test_a_full_match_is_longer_than_the_guess():
+@pytest.mark.parametrize(
+    ("config", "accepted"), [(LookaheadConfig(0, 3, 2), [3] * 10), (LookaheadConfig(4, 6, 4), [6])]
+)
+def test_a_full_match_is_longer_than_the_guess_while_the_window_fills_too(config, accepted):
     """A guess of N-1 tokens yields N: the bonus token is not thrown away."""
-    loop, _ = loop_for([[0, 1, 2] * 4], LookaheadConfig(0, 3, 2), lambda text: (text[-1] + 1) % 3, [31])
+    loop, _ = loop_for([[0, 1, 2] * 4], config, lambda text: (text[-1] + 1) % 3, [31])
     list(loop.run())
-    assert loop.stats.accepted == [3] * 10
-
-
-def test_guesses_are_verified_while_the_window_still_fills():
-    loop, _ = loop_for([[0, 1, 2] * 4], LookaheadConfig(4, 6, 4), lambda text: (text[-1] + 1) % 3, [13])
-    list(loop.run())
-    assert loop.stats.accepted[0] == 6
-
-
-def test_nobody_guesses_past_the_end_of_the_context():
-    follow = follow_of(1, 4)
-    loop, (row,) = loop_for([[1, 2, 3]], LookaheadConfig(5, 4, 5), follow, [30])
-    loop.runner.max_length = 20
-    list(loop.run())
-    assert row.tokens == plain(follow, [1, 2, 3], 30)
-    assert loop.stats.step_tokens[-12:] == [1] * 12
+    assert loop.stats.accepted[: len(accepted)] == accepted
 
 
 def test_a_consumer_that_stops_early_leaves_tokens_and_cache_agreeing():

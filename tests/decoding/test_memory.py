@@ -60,16 +60,13 @@ def test_tokens_that_do_not_fit_into_a_row_are_ignored():
         assert known(memory, [token])[0] == [{number: 9}] * len(ORDERS)
 
 
-def test_a_text_may_be_empty():
-    memory = Memory()
-    learn(memory, [[]], [{1: 2}])
-    assert known(memory, []) == ([{1: 2}] * len(ORDERS), []) and known(memory, [0]) == ([], [])
-
-
-def test_tails_are_the_last_tokens_and_know_the_start_of_a_text():
+def test_tails_are_the_last_tokens_and_know_the_start_of_a_text_which_may_be_empty():
     assert context_of([7, 8]).tolist() == [8, 7] + [-1] * (LONGEST - 2)
     assert context_of(range(20)).tolist() == list(range(19, 19 - LONGEST, -1))
     assert context_of([]).tolist() == [-1] * LONGEST and context_of([]).dtype == np.int32
+    memory = Memory()
+    learn(memory, [[]], [{1: 2}])
+    assert known(memory, []) == ([{1: 2}] * len(ORDERS), []) and known(memory, [0]) == ([], [])
 
 
 # ---------------------------------------------------------------------------------------------------------- forgetting
@@ -181,9 +178,7 @@ def traced(max_bytes: int, batches: int, batch: int) -> tuple[int, int, Memory]:
     return peak, current, memory
 
 
-@pytest.mark.skipif(
-    native.library() is None, reason="no compiled kernels here: a reference makes Python's objects of a table"
-)
+@pytest.mark.skipif(native.library() is None, reason="a reference makes Python's objects of a table")
 @pytest.mark.parametrize("max_bytes", (100_000, 3_000_000))
 def test_it_takes_as_many_bytes_as_it_may_and_no_more(max_bytes):
     """Even while its tables grow or change over, but for a few objects."""

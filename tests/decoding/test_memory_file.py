@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,9 +171,9 @@ def good():
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        filled().save(os.path.join(folder, "m"), Vocabulary("a", "b"))
-        with open(os.path.join(folder, "m"), "rb") as file:
-            return file.read()
+        path = Path(folder, "m")
+        filled().save(path, Vocabulary("a", "b"))
+        return path.read_bytes()
 
 
 def refused(path, content, *words):
@@ -209,16 +210,15 @@ def test_blanks_in_the_header_count_too(path):
     refused(path, good() + b"\0", "checksum")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\0" * 8, b"\0" * 100, b"\xff" * 100, b"texts", b"[" * 10_000, b"\5" + b"\0" * 7 + b"[1,2]"]
-)
-def test_what_never_was_a_memory(path, content):
-    refused(path, content)
-
-
-def test_a_file_of_another_kind(path):
+def test_what_never_was_a_memory_or_cannot_be_read(path, tmp_path):
+    for content in (b"", b"\0" * 8, b"\0" * 100, b"\xff" * 100, b"texts", b"[" * 10_000, b"\5" + b"\0" * 7 + b"[1,2]"):
+        refused(path, content)
     refused(path, container.save({"x": np.zeros(3)}), "not a memory file", "lade.memory")
     refused(path, container.save({"x": np.zeros(3)}, {"format": "pt"}), "not a memory file")
+    with pytest.raises(InputError, match=r"none.*No such file.*lade warm"):
+        Memory.load(tmp_path / "none")
+    with pytest.raises(InputError, match="directory"):
+        Memory.load(tmp_path)
 
 
 def rewritten(change):
@@ -292,15 +292,12 @@ def test_contents_that_make_no_sense_are_refused_though_the_checksum_is_right(pa
     refused(path, rewritten(put(name, value)), *words)
 
 
-def test_a_file_may_claim_less_room_than_it_takes(path):
+def test_a_file_may_claim_less_room_than_it_takes_and_more_than_there_is(path):
     """One cannot make a table that is too full with it."""
     path.write_bytes(rewritten(put("max_bytes", str(LEAST_BYTES))))
     loaded = Memory.load(path)
     assert sum(map(len, loaded.tables)) * SLOT_BYTES <= LEAST_BYTES
     assert len(loaded) < len(filled())
-
-
-def test_a_file_may_claim_more_room_than_there_is(path):
     path.write_bytes(rewritten(put("max_bytes", "1" + "0" * 30)))
     assert same(filled(), Memory.load(path))
 
@@ -320,13 +317,6 @@ def test_rows_that_nobody_would_have_written_do_no_harm(path):
     assert torch.equal(ours, model.generate(ids, max_new_tokens=20))
 
 
-def test_paths_that_cannot_be_read(tmp_path):
-    with pytest.raises(InputError, match=r"none.*No such file.*lade warm"):
-        Memory.load(tmp_path / "none")
-    with pytest.raises(InputError, match="directory"):
-        Memory.load(tmp_path)
-
-
 # The tokenizer
 
 
@@ -344,7 +334,7 @@ def test_a_fingerprint_is_of_the_vocabulary_and_nothing_else():
     assert len(memory_file.fingerprint_of(Vocabulary("\ud800", "é"))) == 64, "tokens may be broken text"
 
 
-def test_a_file_is_tied_to_its_tokenizer(path):
+def test_a_file_and_a_memory_are_tied_to_their_tokenizer(path):
     memory = filled()
     memory.save(path, ONE)
     assert memory.fingerprint == memory_file.fingerprint_of(ONE)
@@ -354,18 +344,13 @@ def test_a_file_is_tied_to_its_tokenizer(path):
         Memory.load(path, tokenizer=OTHER)
     for word in (memory.fingerprint[:8], memory_file.fingerprint_of(OTHER)[:8], "lade warm", str(path)):
         assert word in str(caught.value)
-
-
-def test_a_memory_remembers_its_tokenizer(path):
-    filled().save(path, ONE)
     loaded = Memory.load(path)
     loaded.save(path)
-    assert Memory.load(path).fingerprint == memory_file.fingerprint_of(ONE)
+    assert Memory.load(path).fingerprint == memory.fingerprint
     before = path.read_bytes()
     with pytest.raises(InputError) as caught:
         loaded.save(path, OTHER)
-    assert memory_file.fingerprint_of(ONE)[:8] in str(caught.value)
-    assert memory_file.fingerprint_of(OTHER)[:8] in str(caught.value)
+    assert all(memory_file.fingerprint_of(each)[:8] in str(caught.value) for each in (ONE, OTHER))
     assert path.read_bytes() == before
 
 
@@ -378,13 +363,6 @@ def test_without_a_fingerprint_the_ids_must_fit(path):
         Memory.load(path, Vocabulary("a", length=49))
     Memory().save(path)
     assert len(Memory.load(path, Vocabulary())) == 0
-
-
-def test_a_failed_save_ties_nothing(tmp_path):
-    memory = filled()
-    with pytest.raises(InputError):
-        memory.save(tmp_path / "no" / "folder", ONE)
-    assert memory.fingerprint is None
 
 
 # Writing
@@ -404,18 +382,25 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(path, monkeypatch,
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_paths_that_cannot_be_written(tmp_path):
+def test_paths_that_cannot_be_written_and_that_is_known_before_there_is_anything(tmp_path):
     memory = filled()
     with pytest.raises(InputError, match="regular file"):
         memory.save(tmp_path)
     with pytest.raises(InputError, match=r"no/folder.*No such file"):
-        memory.save(tmp_path / "no" / "folder")
-    (tmp_path / "file").write_text("")
+        memory.save(tmp_path / "no" / "folder", ONE)
+    assert memory.fingerprint is None, "it is not tied to the tokenizer"
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"as it was")
     with pytest.raises(InputError):
-        memory.save(tmp_path / "file" / "m")
-    assert os.listdir(tmp_path) == ["file"]
+        memory.save(kept / "m")
     with pytest.raises(LadeError):
         memory.save("/dev/null")
+    memory_file.check(kept)
+    memory_file.check(tmp_path / "new")
+    assert os.listdir(tmp_path) == ["kept"] and kept.read_bytes() == b"as it was"
+    for path in (tmp_path / "no" / "folder", kept / "below", tmp_path):
+        with pytest.raises(InputError, match="cannot be written: "):
+            memory_file.check(path)
 
 
 def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_permissions(path, tmp_path):
@@ -453,11 +438,9 @@ def test_the_container_is_one_that_others_can_read(path):
     memory.save(path, ONE)
     whole = path.read_bytes()
     arrays = container.load(whole)
-    assert {name: (array.dtype, array.shape[1]) for name, array in arrays.items()} == {
-        "old": (np.int32, 2 + WIDTH),
-        "young": (np.int32, 2 + WIDTH),
-        "weights": (np.float64, END + 1),
-    }
+    shapes = {name: (array.dtype, array.shape[1]) for name, array in arrays.items()}
+    slot = (np.int32, 2 + WIDTH)
+    assert shapes == {"old": slot, "young": slot, "weights": (np.float64, END + 1)}
     assert slots(arrays["young"]) == slots(memory.tables[0]) and slots(arrays["old"]) == slots(memory.tables[1])
     rows = sorted(tuple(unpacked(row).items()) for row in arrays["young"][kinds(arrays["young"]) == 1][:, 2:])
     said = [known(memory, [1] * 8 + [token])[0] for token in range(50)]
@@ -477,14 +460,3 @@ def test_what_is_no_name_of_a_file_is_told_so(name):
     for act in (Memory().save, Memory.load, memory_file.check):
         with pytest.raises(InputError, match=re.escape(f"memory file {name!r} cannot be ") + ".*give another one"):
             act(name)
-
-
-def test_where_nothing_can_be_written_is_known_before_there_is_anything(tmp_path):
-    kept = tmp_path / "kept"
-    kept.write_bytes(b"as it was")
-    memory_file.check(kept)
-    memory_file.check(tmp_path / "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.read_bytes() == b"as it was"
-    for path in (tmp_path / "no" / "folder", kept / "below", tmp_path):
-        with pytest.raises(InputError, match="cannot be written: "):
-            memory_file.check(path)

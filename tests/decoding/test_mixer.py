@@ -97,16 +97,13 @@ def test_learning_is_a_step_down_the_coding_cost(of_logits, of_text, chosen, see
         odds = mixed(weights, said)
         return sum(math.log1p(math.exp(-odds[token] if token == chosen else odds[token])) for token in counted)
 
-    gradient = np.zeros_like(weights)
-    for place in np.ndindex(*weights.shape):
-        if place[0] != line_of(said):
-            continue
-        before = weights[place]
-        weights[place] = before + 1e-5
+    gradient, line = np.zeros_like(weights), line_of(said)
+    for kind, before in enumerate(weights[line].tolist()):
+        weights[line, kind] = before + 1e-5
         above = cost()
-        weights[place] = before - 1e-5
-        gradient[place] = (above - cost()) / 2e-5
-        weights[place] = before
+        weights[line, kind] = before - 1e-5
+        gradient[line, kind] = (above - cost()) / 2e-5
+        weights[line, kind] = before
     reference = downhill(weights, said, chosen)
     step = taught(memory, chosen)
     assert step == pytest.approx(-RATE * gradient, abs=1e-6)

@@ -1,4 +1,7 @@
-"""Earlier places: what followed the end of a text where it stood before is weighed together with the memory."""
+"""What is known of places is weighed together with the memory.
+
+Of earlier places what followed the end of a text there; of places ahead what the model said at them, as it is noted.
+"""
 
 import random
 
@@ -6,23 +9,21 @@ import numpy as np
 import pytest
 import torch
 from effort import examples
+from growing import writer_of, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import learn, reads_no_places, rows_of
 from reference.tree import EACH, LATEST, MOST_MATCHES, Tree
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig
 from lade.decoding.drafting.adaptive import drafter_for
-from lade.decoding.kernels.layout import CEILING, COPY_KINDS, FLOOR, SCALE, TOKEN, WIDTH
+from lade.decoding.kernels.layout import CEILING, COPY_KINDS, FLOOR, NOTE_KINDS, SCALE, TOKEN, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree
-from lade.decoding.loop import DecodeLoop
-from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
-from lade.decoding.verify import Greedy
 from lade.memory import Memory
 from lade.testing import toy_model
-from lade_lab.fakes import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -55,34 +56,26 @@ def matches_of(tree: NativeTree, node: int) -> list[tuple[int, int]]:
     return [tuple(match) for match in parts.matches[node, : parts.match_count[node]].tolist()]
 
 
-@settings(max_examples=examples(60))
-@given(st.lists(texts, min_size=1, max_size=6), st.data())
-def test_links_are_those_of_the_text_that_was_read_last(pieces, data):
+@settings(max_examples=examples(80))
+@given(st.booleans(), st.lists(texts, min_size=1, max_size=6), st.data())
+def test_links_are_those_of_the_text_that_was_read_last(grows, pieces, data):
+    """Be it another text, or a list that has grown, which is read on."""
     earlier, text = NativeTree(), []
     for piece in pieces:
-        text = text[: data.draw(st.integers(0, len(text)))] + piece
+        if grows:
+            text += piece
+        else:
+            text = text[: data.draw(st.integers(0, len(text)))] + piece
         earlier.read(text)
         assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
 
 
-@given(st.lists(texts, min_size=1, max_size=6))
-def test_a_list_that_has_grown_is_read_on(pieces):
-    earlier, text = NativeTree(), []
-    for piece in pieces:
-        text += piece
-        earlier.read(text)
-        assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
-
-
-def test_a_text_whose_end_changes_again_and_again_is_read_as_ever():
+def test_links_and_places_are_right_however_the_text_changes_and_grows():
     earlier = NativeTree()
     for number in range(60):
         text = [1, 2, 1, *range(100 * number, 100 * number + 99), 2]
         earlier.read(text)
         assert Tree(earlier).links == links_of(text)
-
-
-def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
     growth, text = NativeTree(), random.Random(0).choices(range(4), k=3000)
     for end in (1000, 3000):
         growth.read(text[:end])
@@ -199,18 +192,9 @@ def quotes() -> tuple[list[int], list[int]]:
 
 
 def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
-    text = [*prompt, *answer]
-    drafter = drafter_for(LookaheadConfig(budget=12))
-    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
-
-    def follow(known: list[int]) -> int:
-        on_the_way = len(known) < len(text) and list(known) == text[: len(known)]
-        return text[len(known)] if on_the_way else (7 * known[-1] + len(known)) % 150
-
-    stats = Stats()
-    for _ in DecodeLoop([row], FunctionRunner(follow, 150), ListCache(), stats).run():
-        pass
-    assert row.tokens == text
+    text, drafter = [*prompt, *answer], drafter_for(LookaheadConfig(budget=12))
+    tokens, _, stats = written(prompt, len(text), drafter, FunctionRunner(writer_of(text, 150), 150))
+    assert tokens == text
     return stats.tokens_per_step
 
 
@@ -227,3 +211,45 @@ def test_texts_that_repeat_are_those_of_plain_generation(dtype, prompt, budget):
     model, ids = toy_model("llama", vocabulary=6, dtype=dtype), torch.tensor([prompt])
     ours = lade.generate(model, input_ids=ids, max_new_tokens=60, lookahead=LookaheadConfig(budget=budget))
     assert torch.equal(ours, model.generate(input_ids=ids, max_new_tokens=60))
+
+
+BEFORE = [1, 2, 3]
+SURE = 250
+
+
+def step(growth: NativeTree, memory: Memory, text: list[int], branch: list[int], said: list[int]) -> None:
+    """Feed a branch below the end of a text, at whose nodes, the root first, the model says these tokens."""
+    tree = TokenTree(text[-1])
+    growth.start(text)
+    tree.add_path(branch, "pool")
+    growth.extend(tree, 1)
+    memory.learn_tree(growth, rows_of([{token: SURE} for token in said]), [ROOT], said[:1])
+
+
+def proposed(growth: NativeTree, memory: Memory, text: list[int]) -> list[list[int]]:
+    """The paths of the likeliest nodes."""
+    return [list(path) for path in growth.paths(len(growth.grow(memory.bound, text, [(4, 0.0)])))[1:]]
+
+
+def test_what_was_said_at_a_rejected_token_is_proposed_at_its_place_and_counts_more_at_the_same_token():
+    growth = NativeTree()
+    step(growth, Memory(), BEFORE, [7], [8, 9])  # 7 was guessed, 8 was right; behind 7 the model said 9
+    assert proposed(growth, Memory(), [*BEFORE, 8]) == [[9]]
+    assert proposed(NativeTree(), Memory(), [*BEFORE, 8]) == []
+    assert proposed(growth, Memory(), [*BEFORE, 8, 5]) == [], "another place"
+    growth = NativeTree()
+    step(growth, Memory(), BEFORE, [7, 4], [8, 5, 6])
+    step(growth, Memory(), BEFORE, [8, 4], [8, 9, 6])
+    step(growth, Memory(), BEFORE, [7, 4], [8, 5, 6])
+    assert proposed(growth, Memory(), [*BEFORE, 8])[0] == [9]
+    assert proposed(growth, Memory(), [*BEFORE, 7])[0] == [5]
+
+
+def test_how_far_notes_are_to_be_trusted_is_learned():
+    growth, memory = NativeTree(), Memory()
+    for end in range(60):
+        step(growth, Memory(), [*BEFORE, *[50] * end], [7], [8, 9])
+        step(growth, memory, [*BEFORE, *[50] * end, 8], [], [end])  # never what the note said
+    learned, prior = Tree(growth).note_weights, Tree(NativeTree()).note_weights
+    assert (learned[1:, NOTE_KINDS] < prior[1:, NOTE_KINDS]).any()
+    assert (learned[0] == 0.0).all()

@@ -3,21 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-import torch
-from growing import begun
-from made_clock import MadeClock
+from growing import begun, written
+from made_clock import TimedRunner
 
 from lade import Drafter, LookaheadConfig, Stats
-from lade.clock import Duration
 from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.user_sources import SourcedDrafter, UserSource
-from lade.decoding.loop import DecodeLoop
-from lade.decoding.row import Row
-from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Greedy
-from lade_lab.fakes import FunctionRunner, ListCache
 
 VOCABULARY, PROMPT, LENGTH = 40, [1, 2, 3], 43
 ADAPTIVE, BUDGET, PAPER = LookaheadConfig(), LookaheadConfig(budget=12), LookaheadConfig(0, 5, 3)
@@ -28,9 +21,9 @@ def follow(text: Sequence[int]) -> int:
     return hash((5, *text)) % VOCABULARY
 
 
-def plain_text() -> list[int]:
-    text = list(PROMPT)
-    while len(text) < LENGTH:
+def text_of(length: int = LENGTH, prompt: Sequence[int] = PROMPT) -> list[int]:
+    text = list(prompt)
+    while len(text) < length:
         text.append(follow(text))
     return text
 
@@ -50,62 +43,37 @@ def flat_cost() -> StepCost:
     return StepCost.of({1: [1e-3], 16: [1e-3], 128: [4e-3]})
 
 
-class TimedRunner(FunctionRunner):
-    """Whose passes take what they are expected to take, by its clock, whatever else the machine has to do."""
-
-    clock: MadeClock
-
-    def __init__(self) -> None:
-        super().__init__(follow, VOCABULARY)
-        self.clock, self.cost = MadeClock(), flat_cost()
-
-    def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
-        seconds = self.cost.seconds(max(map(len, trees)))
-        self.pass_time = Duration(seconds, seconds)
-        self.clock.run(seconds)
-        return super().forward(trees, rows, cache)
-
-
-@pytest.fixture
-def runner() -> TimedRunner:
-    return TimedRunner()
-
-
-def decoded(config: LookaheadConfig, source: ExpectedText, runner: TimedRunner) -> tuple[list[int], list[str], Stats]:
+def decoded(config: LookaheadConfig, expected: Sequence[int]) -> tuple[list[str], Stats]:
+    """The name of each token's source, and stats."""
     budget = begun(flat_cost()) if config is ADAPTIVE else None
-    drafter = drafter_for(config, budget=budget, sources=[source])
-    row = Row(PROMPT, drafter, Greedy(), lambda tokens: len(tokens) >= LENGTH)
-    loop = DecodeLoop([row], runner, ListCache(), Stats(), budget)
-    names = [name for steps in loop.run() for step in steps for name in step.sources]
-    return row.tokens, names, loop.stats
+    drafter = drafter_for(config, budget=budget, sources=[ExpectedText(expected)])
+    runner = TimedRunner(follow, VOCABULARY, flat_cost())
+    tokens, names, stats = written(PROMPT, LENGTH, drafter, runner, budget)
+    assert tokens == text_of()
+    return names, stats
 
 
 @pytest.mark.parametrize("config", [BUDGET, PAPER])
-def test_guesses_of_a_new_source_are_drafted_and_accepted(config: LookaheadConfig, runner: TimedRunner):
-    text, names, stats = decoded(config, ExpectedText(plain_text()), runner)
-    assert text == plain_text()
+def test_guesses_of_a_new_source_are_drafted_and_accepted(config: LookaheadConfig):
+    names, stats = decoded(config, text_of())
     assert names.count("expected") > len(names) / 2
     assert stats.tokens_per_step > 3
 
 
-def test_where_sizes_are_chosen_it_takes_what_the_memory_leaves(runner: TimedRunner):
-    text, names, _ = decoded(ADAPTIVE, ExpectedText(plain_text()), runner)
-    assert text == plain_text() and "expected" in names
+def test_where_sizes_are_chosen_it_takes_what_the_memory_leaves():
+    assert "expected" in decoded(ADAPTIVE, text_of())[0]
 
 
 @pytest.mark.parametrize("config", [ADAPTIVE, BUDGET, PAPER])
 @pytest.mark.parametrize("spoil", [lambda token: (token + 1) % VOCABULARY, lambda token: 0])
-def test_a_source_that_is_wrong_changes_nothing(
-    config: LookaheadConfig, spoil: Callable[[int], int], runner: TimedRunner
-):
-    text, names, _ = decoded(config, ExpectedText([spoil(token) for token in plain_text()]), runner)
-    assert text == plain_text()
+def test_a_source_that_is_wrong_changes_nothing(config: LookaheadConfig, spoil: Callable[[int], int]):
+    names, _ = decoded(config, [spoil(token) for token in text_of()])
     assert names.count("expected") <= 3
 
 
 @pytest.mark.parametrize(("config", "most"), [(LookaheadConfig(budget=5), 5), (LookaheadConfig(0, 3, 2), 5)])
-def test_sizes_stay_those_of_the_method(config: LookaheadConfig, most: int, runner: TimedRunner):
-    assert max(decoded(config, ExpectedText(plain_text()), runner)[2].step_tokens) <= most
+def test_sizes_stay_those_of_the_method(config: LookaheadConfig, most: int):
+    assert max(decoded(config, text_of())[1].step_tokens) <= most
 
 
 class Known(Drafter):
@@ -122,22 +90,13 @@ def with_drafter(
     drafter: Drafter | None, now: Callable[[], float] = lambda: 0.0, prompt: Sequence[int] = PROMPT
 ) -> Stats:
     """Decode 400 tokens by the default method on a machine where 16 tokens cost what one costs."""
-    runner, stats = TimedRunner(), Stats()
     sources = [] if drafter is None else [UserSource(drafter, VOCABULARY, sized=True, now=now)]
-    budget = begun(runner.cost)
+    budget = begun(flat_cost())
     own = drafter_for(ADAPTIVE, vocabulary=VOCABULARY, budget=budget, sources=sources)
-    row = Row(prompt, SourcedDrafter(own, sources), Greedy(), lambda tokens: len(tokens) >= 400)
-    for _ in DecodeLoop([row], runner, ListCache(1), stats, budget).run():
-        pass
-    assert row.tokens == text_of(400, prompt)
+    runner = TimedRunner(follow, VOCABULARY, flat_cost())
+    tokens, _, stats = written(prompt, 400, SourcedDrafter(own, sources), runner, budget)
+    assert tokens == text_of(400, prompt)
     return stats
-
-
-def text_of(length: int, prompt: Sequence[int] = PROMPT) -> list[int]:
-    text = list(prompt)
-    while len(text) < length:
-        text.append(follow(text))
-    return text
 
 
 def test_a_drafter_without_scores_is_trusted_as_it_is_seen_to_be_right():

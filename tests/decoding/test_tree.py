@@ -27,23 +27,13 @@ def ancestors(tree: TokenTree, node: int) -> set[int]:
 
 
 @given(additions)
-def test_the_mask_is_the_brute_force_ancestor_closure(pairs):
+def test_the_mask_is_the_brute_force_ancestor_closure_depths_count_it_and_siblings_differ(pairs):
     tree = grown(pairs)
     expected = np.zeros((len(tree), len(tree)), dtype=bool)
     for node in range(len(tree)):
         expected[node, sorted(ancestors(tree, node))] = True
     assert np.array_equal(tree.closure(), expected)
-
-
-@given(additions)
-def test_a_depth_is_the_number_of_ancestors_above(pairs):
-    tree = grown(pairs)
     assert tree.depths == [len(ancestors(tree, node)) - 1 for node in range(len(tree))]
-
-
-@given(additions)
-def test_children_of_a_node_carry_different_tokens(pairs):
-    tree = grown(pairs)
     pairs_seen = [(tree.parents[n], tree.ids[n]) for n in range(1, len(tree))]
     assert len(set(pairs_seen)) == len(pairs_seen)
     assert all(tree.child(parent, token) == n for n, (parent, token) in enumerate(pairs_seen, start=1))
@@ -54,33 +44,23 @@ def test_no_node_lies_deeper_than_allowed(pairs, max_depth):
     assert max(grown(pairs, max_depth).depths) <= max_depth
 
 
-def test_guesses_with_a_common_prefix_share_its_nodes():
+def test_guesses_with_a_common_prefix_share_its_nodes_what_is_too_deep_is_left_out_and_masks_can_be_read():
     tree = TokenTree(1)
     tree.add_path([2, 3, 4], "pool")
     tree.add_path([2, 3, 5], "prompt")
     assert tree.ids == [1, 2, 3, 4, 5]
     assert tree.parents == [-1, 0, 1, 2, 2]
     assert tree.sources[1:] == ["pool", "pool", "pool", "prompt"]
-
-
-def test_what_is_too_deep_is_left_out():
     tree = TokenTree(1, max_depth=1)
     tree.add_path([2, 3, 4], "pool")
     assert tree.ids == [1, 2]
     assert tree.add(None, 5, "pool") is None
     assert tree.child(ROOT, 3) is None
-
-
-def test_the_mask_can_be_read():
     tree = TokenTree(7)
     tree.add_path([1, 2], "pool")
     tree.add_path([3], "pool")
     drawn = "\n".join("".join("#" if seen else "." for seen in row) for row in tree.closure())
     assert drawn == "#...\n##..\n###.\n#..#"
-
-
-def column(tree: TokenTree) -> tuple[list[int], list[int], list[int], list[str]]:
-    return tree.ids, tree.parents, tree.depths, tree.sources
 
 
 @given(additions, st.integers(1, 45), additions)
@@ -99,7 +79,7 @@ def test_nodes_added_at_once_are_as_if_added_one_by_one(pairs, size, more):
     for each in (tree, whole):
         for parent, token in more:
             each.add(parent % len(each), token, "window")
-    assert column(tree)[:3] == column(whole)[:3]
+    assert (tree.ids, tree.parents, tree.depths) == (whole.ids, whole.parents, whole.depths)
     assert tree.sources[first:] == ["memory" if source == "pool" else source for source in whole.sources[first:]]
 
 

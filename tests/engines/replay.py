@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lade.decoding.tree import TokenTree
 from lade.engines.drafter import EngineDrafter
 from lade.testing import toy_model
 
@@ -38,6 +39,14 @@ def plainly(prompt: list[int], count: int) -> list[int]:
     out = toy()[0].generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def tree_of(prompt: Sequence[int], draft: Any) -> TokenTree:
+    """A draft behind a prompt as a tree of the project's own."""
+    tree = TokenTree(prompt[-1], None)
+    for token, parent in zip(draft.ids, draft.parents, strict=True):
+        tree.extend([token], [parent + 1], [tree.depths[parent + 1] + 1], "memory")
+    return tree
 
 
 @dataclass

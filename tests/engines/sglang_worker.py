@@ -41,12 +41,9 @@ class SpeculativeAlgorithm(enum.Enum):
     NGRAM = enum.auto()
 
     @classmethod
-    def register(cls, name, *, supports_overlap=False, validate_server_args=None, spec_class=CustomSpecAlgo):
+    def register(cls, name, *, spec_class=CustomSpecAlgo, **settings):
         def decorator(factory):
-            made = spec_class(
-                name, factory, supports_overlap=supports_overlap, validate_server_args=validate_server_args
-            )
-            REGISTRY[name.upper()] = made
+            REGISTRY[name.upper()] = spec_class(name, factory, **settings)
             return factory
 
         return decorator
@@ -65,6 +62,10 @@ class Req:
     rid: str
     origin_input_ids_unpadded: list[int]
     output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def text(self):
+        return [*self.origin_input_ids_unpadded, *self.output_ids]
 
 
 @dataclass
@@ -95,14 +96,11 @@ class NGRAMWorker:
         self._prev_decode_rids = set()
 
     def _prepare_draft_tokens(self, batch):
-        texts = [
-            [*req.origin_input_ids_unpadded, *req.output_ids, *late]
-            for req, late in zip(batch.reqs, batch.pending, strict=True)
-        ]
+        pairs = zip(batch.reqs, batch.pending, strict=True)
+        texts = [[*req.text, *late] for req, late in pairs]
         self.ngram_corpus.synchronize()
-        ids, mask = self.ngram_corpus.batch_get(
-            [req.rid for req in batch.reqs], [text[-LATE:] for text in texts], [len(text) for text in texts]
-        )
+        names = [req.rid for req in batch.reqs]
+        ids, mask = self.ngram_corpus.batch_get(names, [text[-LATE:] for text in texts], list(map(len, texts)))
         assert len(ids) == len(batch.reqs) * self.draft_token_num
         return ids, mask
 
@@ -160,7 +158,7 @@ class TargetWorker:
         self.model_runner, self._logits = SimpleNamespace(model_config=config), logits
 
     def forward_batch_generation(self, batch, pp_proxy_tensors=None, is_verify=False):
-        texts = [[*req.origin_input_ids_unpadded, *req.output_ids] for req in batch.reqs]
+        texts = [req.text for req in batch.reqs]
         if not is_verify:
             chosen = torch.stack([self._logits(text) for text in texts]).argmax(-1)
             return SimpleNamespace(next_token_ids=chosen)
@@ -194,22 +192,11 @@ def modules(version):
 
 def arguments(**settings):
     """Return `ServerArgs` as a plug-in sees them."""
-    given = {
-        "tp_size": 1,
-        "pp_size": 1,
-        "device": "cuda",
-        "page_size": 1,
-        "attention_backend": "flashinfer",
-        "disable_overlap_schedule": False,
-        "max_running_requests": None,
-        "enable_mixed_chunk": True,
-        "speculative_eagle_topk": None,
-        "speculative_num_steps": None,
-        "speculative_num_draft_tokens": None,
-        "speculative_ngram_max_bfs_breadth": 10,
-        "speculative_ngram_external_corpus_path": None,
-    }
-    return SimpleNamespace(**{**given, **settings})
+    given = {"tp_size": 1, "pp_size": 1, "device": "cuda", "page_size": 1, "attention_backend": "flashinfer"}
+    given |= {"disable_overlap_schedule": False, "max_running_requests": None, "enable_mixed_chunk": True}
+    unset = ("eagle_topk", "num_steps", "num_draft_tokens", "ngram_external_corpus_path")
+    given |= {f"speculative_{name}": None for name in unset} | {"speculative_ngram_max_bfs_breadth": 10}
+    return SimpleNamespace(**given | settings)
 
 
 def serve(worker, prompts, count, *, most=8, is_late=True):

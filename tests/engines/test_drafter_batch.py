@@ -65,21 +65,18 @@ def test_it_is_what_learning_one_by_one_is(seed, count, size, trees, data):
             assert one.text(name) == many.text(name)
 
 
-def test_what_a_request_takes_is_free_when_it_has_ended():
+def test_requests_without_rows_are_learned_from_too_and_what_one_takes_is_free_when_it_has_ended():
+    drafter, _ = begun(4, 2**16, False, np.random.default_rng(0))
+    drafts = drafter.propose(range(4), 5)
+    rows = [None, some_rows(np.random.default_rng(0), len(drafts[1]) + 1), None, None]
+    drafter.learn_batch(range(4), [[1], [2], [3], np.array([4])], rows)
+    assert [drafter.text(name)[-1] for name in range(4)] == [1, 2, 3, 4]
     drafter, _ = begun(2, 2**16, False, np.random.default_rng(0))
     drafter.propose([0, 1], 4)
     tree = weakref.ref(drafter._requests[0].tree)
     drafter.end(0)
     gc.collect()
     assert tree() is None
-
-
-def test_requests_without_rows_are_learned_from_too():
-    drafter, _ = begun(4, 2**16, False, np.random.default_rng(0))
-    drafts = drafter.propose(range(4), 5)
-    rows = [None, some_rows(np.random.default_rng(0), len(drafts[1]) + 1), None, None]
-    drafter.learn_batch(range(4), [[1], [2], [3], np.array([4])], rows)
-    assert [drafter.text(name)[-1] for name in range(4)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

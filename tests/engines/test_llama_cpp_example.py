@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from replay import toy
+from spies import watched
 
 from examples.llama_cpp_drafts import DraftModel
 from lade.errors import ConfigError
@@ -110,14 +111,12 @@ def test_passes_that_do_not_pay_are_seen_by_their_times(monkeypatch):
     for slope in (0.001, 1.0):
         llama = Llama()
         llama.draft_model = DraftModel(llama, most=8, memory=Memory())
-        evaluate, fed = llama.eval, []
 
-        def slow(tokens, evaluate=evaluate, fed=fed, slope=slope):
-            fed.append(len(tokens))
+        def take_time(tokens, slope=slope):
             now[0] += 1.0 + slope * (len(tokens) - 1)
-            evaluate(tokens)
+            return len(tokens)
 
-        monkeypatch.setattr(llama, "eval", slow)
+        fed = watched(monkeypatch, llama, "eval", take_time)
         llama.generate([4, 7], COUNT)
         drafted.append(sum(fed[20:]) / len(fed[20:]))
     assert drafted[0] > 7.0

@@ -19,9 +19,13 @@ def sizes(low, high, count=300):
     return [draw.randint(low, high) for _ in range(count)]
 
 
-def test_where_a_pass_takes_the_same_time_whatever_it_feeds_tokens_are_nearly_free():
+def test_tokens_are_nearly_free_before_anything_is_known_and_where_passes_take_the_same_time():
     price = observed(lambda fed: 0.02, sizes(8, 128))
     assert price.value < 0.01
+    assert 0.0 < TokenPrice().value < 0.01
+    fixed = TokenPrice(0.25)
+    fixed.observe(10, 2, 1.0)
+    assert fixed.value == 0.25
 
 
 @pytest.mark.parametrize("slope", [1e-4, 1e-3])
@@ -32,23 +36,13 @@ def test_it_is_the_time_of_a_token_times_the_rate_of_emission(slope):
     assert price.value == pytest.approx(min(slope * rate, 1.0), rel=0.25)
 
 
-def test_it_follows_an_engine_that_becomes_slower():
+def test_it_follows_an_engine_that_becomes_slower_and_not_a_single_pass_that_was_delayed():
     price = observed(lambda fed: 0.02 + 1e-5 * fed, sizes(8, 64))
     before = price.value
     for fed in sizes(8, 64):
         price.observe(fed, fed // 4 + 1, 0.02 + 1e-3 * fed)
     assert price.value > 10 * before
-
-
-def test_a_pass_that_was_delayed_hardly_moves_it():
     price = observed(lambda fed: 0.02 + 1e-4 * fed, sizes(8, 64))
     before = price.value
     price.observe(60, 16, 5.0)
     assert price.value < 3 * before
-
-
-def test_before_anything_is_known_tokens_are_cheap_and_a_fixed_price_stays():
-    assert 0.0 < TokenPrice().value < 0.01
-    fixed = TokenPrice(0.25)
-    fixed.observe(10, 2, 1.0)
-    assert fixed.value == 0.25

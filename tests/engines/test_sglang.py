@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sglang_worker as stand_in
-from replay import logits, plainly, toy
+from replay import logits, plainly, toy, tree_of
+from spies import watched
 
 import lade
-from lade.decoding.tree import TokenTree
 
 COUNT, NODES = 60, 9
 FOLDER = Path(__file__).parents[2] / "examples" / "sglang_plugin"
@@ -55,9 +55,8 @@ def worker(plugin, *, breadth=10, memory=None, nodes=NODES):
 @pytest.mark.parametrize("breadth", [1, 10], ids=["chains", "trees"])
 @pytest.mark.parametrize("is_late", [False, True], ids=["results at once", "results late"])
 def test_the_tokens_are_those_of_plain_decoding(plugin, monkeypatch, breadth, most, is_late):
-    one, begun = worker(plugin, breadth=breadth), []
-    begin = one.ngram_corpus.drafter.begin
-    monkeypatch.setattr(one.ngram_corpus.drafter, "begin", lambda name, text: begun.append(name) or begin(name, text))
+    one = worker(plugin, breadth=breadth)
+    begun = watched(monkeypatch, one.ngram_corpus.drafter, "begin", lambda name, text: name)
     texts, passes = stand_in.serve(one, asked(), COUNT, most=most, is_late=is_late)
     assert texts == {name: plain(name) for name in texts}
     assert sorted(begun) == sorted(texts)  # each once: the drafter knows all tokens of a text
@@ -75,24 +74,19 @@ def test_trees_and_masks_are_those_of_the_project(plugin):
     assert ids.dtype == masks.dtype == np.int64
     ids, masks = ids.reshape(2, NODES), masks.reshape(2, NODES, NODES)
     assert len(set(draft.parents)) < len(draft) == NODES - 1  # it branches
-    tree = TokenTree(prompt[-1], None)
-    for token, parent in zip(draft.ids, draft.parents, strict=True):
-        tree.extend([token], [parent + 1], [tree.depths[parent + 1] + 1], "memory")
+    tree = tree_of(prompt, draft)
     assert ids[0].tolist() == tree.ids
     np.testing.assert_array_equal(masks[0], np.asarray(tree.closure()))
     assert stand_in.links(masks[0]).tolist() == [-1, *(parent + 1 for parent in draft.parents)]
     np.testing.assert_array_equal(masks[1, : 1 + len(other), : 1 + len(other)], other.mask())
 
 
-def test_a_breadth_of_one_gives_chains(plugin):
+def test_a_breadth_of_one_gives_chains_and_a_short_tree_is_padded_as_sglang_pads_its_own(plugin):
     one = worker(plugin, breadth=1)
     stand_in.serve(one, asked(), 30)
     prompt = asked()["r0"]
     _, mask = one.ngram_corpus.batch_get(["again"], [prompt[-18:]], [len(prompt)])
     np.testing.assert_array_equal(mask.reshape(NODES, NODES), np.tri(NODES, dtype=np.int64))
-
-
-def test_a_tree_that_is_short_is_padded_as_sglang_pads_its_own(plugin):
     corpus = plugin.Corpus(100, [], 5)
     ids, masks = corpus.batch_get(["a"], [[3]], [1])
     assert ids.tolist() == [3, 0, 0, 0, 0]
@@ -148,10 +142,7 @@ def test_the_algorithm_is_what_ngram_is_to_the_rest_of_sglang(plugin):
         ({"tp_size": 2}, "tp_size=2, .*give --tp-size 1"),
         ({"pp_size": 2}, "pp_size=2 .*give --tp-size 1"),
         ({"speculative_ngram_external_corpus_path": "x"}, "'x' is NGRAM's"),
-        (
-            {"page_size": 16, "attention_backend": "fa3"},
-            "page_size=16 is not exact with trees in fa3; give --page-size 1",
-        ),
+        ({"page_size": 16, "attention_backend": "fa3"}, "page_size=16 is not exact .* fa3; give --page-size 1"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused(plugin, settings, says):

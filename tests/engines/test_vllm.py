@@ -92,16 +92,13 @@ def test_texts_are_those_of_vllm_without_drafts(case, expected, drafted):
     assert dict(zip(CASES, drafted["cases"], strict=True))[case] == expected[case]
 
 
-def test_cases_are_what_they_are_called(expected, drafted):
+def test_cases_are_what_they_are_called_and_nothing_is_left_of_requests_that_have_ended(expected, drafted):
     greedy = [ids for ids, *_ in expected["batch of 8"]]
     assert len(greedy) == 8 and len(set(map(tuple, greedy))) == 8
     assert drafted["metrics"]["vllm:prefix_cache_hits"] > 0
     assert [ids for ids, *_ in expected["several choices"]] == [ids[:40] for ids in greedy for _ in range(3)]
     assert expected["penalties"] != expected["batch of 8"] != expected["stop strings"]
     assert {reason for _, reason, _ in expected["stop strings"]} == {"stop", "length"}
-
-
-def test_nothing_is_left_of_requests_that_have_ended(drafted):
     assert drafted["left"] <= 1  # the one of the last pass
 
 

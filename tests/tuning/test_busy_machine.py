@@ -6,19 +6,14 @@ The runner's clock is made up. Its thread runs for what passes take by their siz
 import random
 
 import pytest
-from growing import begun
+from growing import begun, written
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
 from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.controller import ControllerState
-from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.loop import DecodeLoop
-from lade.decoding.row import Row
-from lade.decoding.tree import TokenTree
-from lade.decoding.verify import Greedy
-from lade_lab.fakes import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner
 
 TURN_S, OTHERS_S = 3e-3, 15e-3
 """How long a thread may run until it is the others' turn, and how long they then run, on average."""
@@ -58,22 +53,12 @@ def test_waiting_for_a_processor_does_not_make_guesses_look_cheap():
     """The waiting is left out of what is compared, since it comes by accident: in the long run all steps share it."""
     runner, cost, habits, stats = BusyRunner(), measured(), ControllerState(), Stats()
     for number in range(TEXTS):
-        prompt = [number, number + 1, number + 2]
         budget = begun(cost, habits)
         drafter = drafter_for(LookaheadConfig(), budget=budget)
-        row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= LENGTH)
-        for _ in DecodeLoop([row], runner, ListCache(), stats, budget).run():
-            pass
+        written([number, number + 1, number + 2], LENGTH, drafter, runner, budget, stats)
     plain_s = (stats.new_tokens - TEXTS) * (1e-3 * PASSES_MS[1] + OWN_S)
     assert runner.clock.running_s < 1.03 * plain_s
     assert stats.decode_s > 3 * plain_s, "what is reported has the waiting in it"
-
-
-class Root(Drafter):
-    """Feeds roots alone."""
-
-    def draft(self, context, max_depth):
-        return Draft(TokenTree(context[-1], max_depth))
 
 
 class Told:
@@ -90,8 +75,7 @@ class Told:
 
 
 def test_passes_and_the_librarys_own_time_are_told_without_the_waiting():
-    row, told = Row([1, 2, 3], Root(), Greedy(), lambda tokens: len(tokens) >= LENGTH), Told()
-    for _ in DecodeLoop([row], BusyRunner(), ListCache(), budget=told).run():
-        pass
+    told = Told()
+    written([1, 2, 3], LENGTH, drafter_for(LookaheadConfig(0, 2, 0)), BusyRunner(), told)  # feeds roots alone
     plain_s = 1e-3 * PASSES_MS[1]
     assert told.seconds == [(pytest.approx(plain_s + OWN_S), pytest.approx(plain_s))] * (LENGTH - 4)

@@ -62,13 +62,16 @@ def measured(monkeypatch):
     return batches
 
 
-def test_a_model_is_measured_once(model, measured):
+def test_a_model_is_measured_once_for_each_power_of_two_of_rows(model, measured):
     cost = profile.step_cost_for(model, runner_of(model))
     assert profile.step_cost_for(model, runner_of(model)) is cost
     assert measured == [1]
     loaded = reloaded()
     assert loaded is not cost and loaded.to_json() == cost.to_json()
     assert measured == [1]
+    costs = {batch: profile.step_cost_for(model, runner_of(model), batch=batch) for batch in range(1, 10)}
+    assert measured == [1, 2, 4, 8, 16]
+    assert costs[5] is costs[8] and costs[2] is not costs[1]
 
 
 @pytest.mark.parametrize(("compiled", "said"), [(False, "a second or two"), (True, "minutes, as torch.compile")])
@@ -135,22 +138,23 @@ def test_what_changes_the_cost_is_measured_again(model, measured, monkeypatch):
         assert again() and not again(), name
 
 
-def test_another_shape_is_another_key(model):
-    def key(other):
-        return profile.key_of(other, runner_of(other))
+def key(model):
+    return profile.key_of(model, runner_of(model))
 
+
+def test_another_shape_is_another_key_and_so_is_another_machine(model, monkeypatch, tmp_path):
     own = key(model)
     assert own == key(toy_model("llama", dtype=torch.float32, seed=9))
     others = [toy_model("qwen3", dtype=torch.float32), toy_model("llama", dtype=torch.float32, vocabulary=64)]
     assert all(key(other) != own for other in others)
     assert own["dtype"] == "float32" and own["attention"] == "sdpa" and own["batch"] == 1
     assert own["parameters"] == model.num_parameters() and own["runner"] == "EagerRunner"
-
-
-def test_batches_are_measured_by_powers_of_two(model, measured):
-    costs = {batch: profile.step_cost_for(model, runner_of(model), batch=batch) for batch in range(1, 10)}
-    assert measured == [1, 2, 4, 8, 16]
-    assert costs[5] is costs[8] and costs[2] is not costs[1]
+    assert key(model)["devices"]
+    assert native.processor_name(tmp_path / "none")
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
+    assert native.processor_name(tmp_path / "cpuinfo") == "Abacus 3: fast"
+    monkeypatch.setattr(profile, "processor_name", lambda: "Abacus 3")
+    assert key(model)["devices"][0].startswith("Abacus 3, ")
 
 
 def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, monkeypatch):
@@ -169,12 +173,11 @@ def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, monkey
 
 def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, monkeypatch, tmp_path):
     moved(profile.step_cost_for(model, runner_of(model)))
-    writing = watched(
-        monkeypatch,
-        Records,
-        "save",
-        lambda *_: len(measured) == 1 and profile.step_cost_for(model, runner_of(model), batch=2),
-    )
+
+    def measure_beside(*_):
+        return len(measured) == 1 and profile.step_cost_for(model, runner_of(model), batch=2)
+
+    writing = watched(monkeypatch, Records, "save", measure_beside)
     profile.save_refreshed(model)
     assert measured == [1, 2] and len(writing) == 2 and len(saved(tmp_path)) == 2
 
@@ -218,14 +221,11 @@ def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, monk
     assert reloaded().table == cost.table
 
 
-def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
+def test_a_better_curve_is_used_and_saved_at_once_and_none_before(model, measured, tmp_path):
     profile.save_refreshed(model)
-    assert not saved(tmp_path)
-
-
-def test_a_better_curve_is_used_at_once(model, measured, tmp_path):
+    assert not saved(tmp_path), "a model that was never measured has nothing to save"
     better = StepCost.of({1: [1.0]}, measured_at=time.time())
-    assert profile.use(model, profile.key_of(model, runner_of(model)), better)
+    assert profile.use(model, key(model), better)
     assert profile.step_cost_for(model, runner_of(model)) is better
     assert not measured and len(saved(tmp_path)) == 1
 
@@ -236,15 +236,6 @@ def test_curves_go_with_their_model(measured):
     del model
     gc.collect()
     assert cost() is None
-
-
-def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
-    assert profile.key_of(model, runner_of(model))["devices"]
-    assert native.processor_name(tmp_path / "none")
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
-    assert native.processor_name(tmp_path / "cpuinfo") == "Abacus 3: fast"
-    monkeypatch.setattr(profile, "processor_name", lambda: "Abacus 3")
-    assert profile.key_of(model, runner_of(model))["devices"][0].startswith("Abacus 3, ")
 
 
 def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model):

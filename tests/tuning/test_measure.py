@@ -67,7 +67,7 @@ def knee(size):
 
 
 def measure(runner, **arguments):
-    return measure_step_cost(runner, vocabulary=1000, clock=runner.clock, **arguments)
+    return measure_step_cost(runner, **{"vocabulary": 1000, "clock": runner.clock, **arguments})
 
 
 @pytest.mark.parametrize("busy", [0, 7, 3])
@@ -78,19 +78,20 @@ def test_it_finds_the_cost(busy):
         assert cost.seconds(size) == pytest.approx(knee(size))
     assert cost.corners[1] == 16
     assert runner.pass_time.wall_s == 123.0
+    assert runner.sizes == [*SIZES] * 9, "they take turns"
 
 
-def test_sizes_take_turns():
-    runner = KnownRunner(knee)
-    measure(runner, budget_s=60.0)
-    assert runner.sizes == [*SIZES] * 9
-
-
-def test_larger_trees_are_measured_where_several_processes_feed_them():
+def test_processes_room_and_vocabulary_bound_the_sizes_and_all_rows_of_a_batch_are_fed():
     runner = KnownRunner(knee)
     runner.parts = 2
     assert measure(runner, budget_s=60.0).seconds(256) == pytest.approx(knee(256))
     assert runner.sizes == [*SIZES, 256] * 9
+    runner = KnownRunner(knee, room=1)
+    cost = measure(runner)
+    assert set(runner.sizes) == {1} and cost.seconds(1) == knee(1)
+    runner = KnownRunner(knee)
+    measure(runner, vocabulary=20, batch=4)
+    assert set(runner.sizes) == {1, 2, 4, 8, 16} and len(runner.rows) == 4
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.1, 1.0, 10.0, 100.0])
@@ -103,14 +104,11 @@ def test_it_ends_in_time_but_for_two_sizes(scale):
     assert cost.seconds(256) >= cost.seconds(8)
 
 
-def test_where_time_is_short_what_is_not_measured_is_not_taken_for_free():
+def test_where_time_is_short_what_is_not_measured_is_not_taken_for_free_and_sizes_that_fit_go_on():
     runner = KnownRunner(lambda size: 1.0)
     cost = measure(runner)
     assert runner.sizes == [1, 8]
     assert cost.seconds(8) == 1.0 and cost.seconds(64) > 2.0
-
-
-def test_a_size_that_would_take_too_long_is_left_out_and_the_others_go_on():
     runner = KnownRunner(lambda size: 0.01 * size)
     measure(runner, budget_s=0.305)
     assert runner.sizes == [1, 8, 2, 4] * 2
@@ -135,24 +133,6 @@ def test_trees_have_branches_and_stay_within_the_positions():
     timer = StepTimer(runner, vocabulary=1000, largest=64, cached=256)
     timer(64)
     assert timer.cached == 33 and runner.depths == [7]
-
-
-def test_a_model_without_room_for_trees_is_measured_with_one_token():
-    runner = KnownRunner(knee, room=1)
-    cost = measure(runner)
-    assert set(runner.sizes) == {1} and cost.seconds(1) == knee(1)
-
-
-def test_a_tiny_vocabulary_bounds_the_sizes():
-    runner = KnownRunner(knee)
-    measure_step_cost(runner, vocabulary=20, clock=runner.clock)
-    assert set(runner.sizes) == {1, 2, 4, 8, 16}
-
-
-def test_all_rows_of_a_batch_are_fed():
-    runner = KnownRunner(knee)
-    measure(runner, batch=4)
-    assert len(runner.rows) == 4
 
 
 class WatchedRunner(EagerRunner):

@@ -4,8 +4,7 @@ import gc
 
 import pytest
 import torch
-from growing import sized
-from hulls import lower_hull
+from growing import lower_hull, sized
 from inside import buffers_in
 from spies import failing, watched
 
@@ -37,11 +36,26 @@ def measured(noise=()):
     return cost
 
 
-def test_nine_tokens_cost_what_sixteen_cost():
+def test_nine_tokens_cost_what_sixteen_cost_and_tell_what_they_cost_and_padding_can_be_taken_back():
     cost = measured()
     for size in range(1, 129):
         assert cost.seconds(size) == pytest.approx(true_cost(size)), size
     assert cost.seconds(256) > cost.seconds(128)
+    slow = measured([(2, 3.0), (4, 3.0)])
+    assert slow.table == cost.table, "sizes between do not count, whatever was measured of them"
+    cost, plain = measured(), StepCost.of({size: [true_cost(size)] * 3 for size in SIZES})
+    assert cost.table != plain.table
+    cost.pad_to(())
+    assert cost.table == plain.table and cost.corners == plain.corners
+    assert StepCost.from_json(measured().to_json()).table == plain.table
+    tables = []
+    for size in (9, 16):
+        cost = measured()
+        for _ in range(200):
+            cost.observe(size, 1.5 * true_cost(16))
+        cost.refresh()
+        tables.append(cost.table)
+    assert tables[0] == tables[1] and tables[0][16] == tables[0][9] > 1.3 * measured().table[16]
 
 
 @pytest.mark.parametrize("noise", [[], [(2, 0.9), (4, 1.2)], [(4, 0.5)], [(16, 1.3)]])
@@ -50,33 +64,6 @@ def test_the_hull_touches_the_ends_of_the_stairs_only(noise):
     assert set(cost.corners) <= {*STEP_SIZES, LARGEST_SHARED} and cost.corners[0] == 1
     assert all(low <= high * (1 + 1e-9) for low, high in zip(lower_hull(cost), cost.table, strict=True))
     assert cost.marginals == sorted(cost.marginals)
-
-
-def test_sizes_between_do_not_count_whatever_was_measured_of_them():
-    slow = measured([(2, 3.0), (4, 3.0)])
-    assert slow.table == measured().table
-
-
-def test_a_pass_of_nine_tokens_says_what_sixteen_cost():
-    cost = measured()
-    before = list(cost.table)
-    for _ in range(200):
-        cost.observe(9, 1.5 * true_cost(16))
-    cost.refresh()
-    assert cost.table[16] == cost.table[9] > 1.3 * before[16]
-    other = measured()
-    for _ in range(200):
-        other.observe(16, 1.5 * true_cost(16))
-    other.refresh()
-    assert other.table == cost.table
-
-
-def test_padding_can_be_taken_back():
-    cost, plain = measured(), StepCost.of({size: [true_cost(size)] * 3 for size in SIZES})
-    assert cost.table != plain.table
-    cost.pad_to(())
-    assert cost.table == plain.table and cost.corners == plain.corners
-    assert StepCost.from_json(measured().to_json()).table == plain.table
 
 
 @pytest.mark.parametrize("sizes", [(1, 5), (8, 16), (8, 1), (1, 1)])
@@ -88,13 +75,11 @@ def test_sizes_are_knots(sizes):
 def test_a_budget_fills_the_stairs():
     """With good guesses without end the tree ends where a stair ends."""
     controller = Controller(measured())
-    sizes = []
     for _ in range(60):
         most = controller.stages()[-1][0]
         size = sized(controller, [1.0] + [0.3] * (most - 1))
-        sizes.append(size)
         controller.observe(size, 1 + round(0.3 * (size - 1)), true_cost(size), true_cost(size))
-    assert sizes[-1] in STEP_SIZES
+    assert size in STEP_SIZES
 
 
 def runner_of(model):
@@ -119,12 +104,15 @@ def test_captures_do_not_count_as_passes(batch, monkeypatch):
     assert entry.idle, "who is gone needs no buffers"
 
 
-def test_a_profile_of_graphs_is_one_of_stairs(own_cache):
+def test_a_profile_of_graphs_is_one_of_stairs_and_who_has_measured_gives_back_what_it_took(own_cache):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     cost = profile.step_cost_for(model, runner)
     assert cost.table[9] == cost.table[16] and key_of(model, runner)["runner"] == "GraphRunner"
     assert profile.step_cost_for(model, runner) is cost
+    runner = runner_of(toy_model(vocabulary=300))
+    measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
+    assert [entry.owner for entry in buffers_in(runner._pool)] == [None]
 
 
 @pytest.mark.slow
@@ -142,9 +130,3 @@ def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monk
     failing(monkeypatch, EagerRunner, "forward", torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError):
         profile.step_cost_for(model, runner.eager(), batch=2)
-
-
-def test_who_has_measured_gives_back_what_it_took():
-    runner = runner_of(toy_model(vocabulary=300))
-    measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
-    assert [entry.owner for entry in buffers_in(runner._pool)] == [None]

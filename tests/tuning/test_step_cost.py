@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hulls import lower_hull
+from growing import lower_hull
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from lade.decoding.drafting.step_cost import KNOTS, StepCost
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))
+FLAT = {1: [1.0], 256: [1.001]}
 OBSERVATIONS = st.lists(st.tuples(st.integers(1, 400), st.floats(1e-7, 1e3)), max_size=80)
 
 
@@ -100,7 +101,7 @@ def test_sizes_that_are_not_visited_follow_when_everything_gets_slower_or_faster
         assert cost.seconds(size) == pytest.approx(factor * flat_then_steep(size), rel=0.05)
 
 
-def test_passes_show_a_shape_that_the_measurement_had_not():
+def test_passes_show_a_shape_that_the_measurement_had_not_also_beyond_the_sizes_visited():
     cost = measured(lambda size: 10e-3)
     for i in range(200):
         size = (1, 5, 16, 32, 60, 128)[i % 6]
@@ -108,9 +109,6 @@ def test_passes_show_a_shape_that_the_measurement_had_not():
     cost.refresh()
     for size in (1, 5, 16, 32, 60, 128):
         assert cost.seconds(size) == pytest.approx(flat_then_steep(size), rel=0.1)
-
-
-def test_sizes_beyond_those_visited_follow_what_is_found_out_about_these():
     cost = watched(measured(lambda size: 10e-3), [(1, 10e-3), (16, 30e-3)] * 9)
     assert cost.seconds(1) == pytest.approx(10e-3) and cost.seconds(16) == pytest.approx(30e-3)
     assert cost.seconds(64) == pytest.approx(30e-3) and 10e-3 < cost.seconds(4) < 30e-3
@@ -164,25 +162,37 @@ def test_what_is_only_observed_costs_nothing_before_it_was():
     assert cost.seconds(8) == pytest.approx(16e-3) and cost.seconds(1) == pytest.approx(9e-3)
 
 
-def test_between_measured_sizes_the_curve_is_straight_and_beyond_it_goes_on():
+def test_between_measured_sizes_the_curve_is_straight_beyond_it_goes_on_and_of_many_passes_a_fast_one_counts():
     cost = StepCost.of({1: [1.0], 16: [1.0, 9.0], 32: [2.0]})
     assert [cost.seconds(size) for size in (1, 5, 16, 24, 32)] == pytest.approx([1.0, 1.0, 1.0, 1.5, 2.0])
     assert cost.seconds(64) == pytest.approx(4.0)
     assert cost.seconds(320) == pytest.approx(20.0)
     assert [cost.marginals[size] for size in (1, 15, 16, 31, 32, 256)] == pytest.approx([0, 0] + [1 / 16] * 4)
     assert cost.corners[:2] == [1, 16]
-
-
-def test_of_many_passes_one_of_the_fastest_counts():
     slow_machine = [3.0, 1.1, 1.0, 50.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     assert StepCost.of({1: slow_machine}).seconds(1) == 1.1
     assert StepCost.of({1: [7.0, 2.0]}).seconds(1) == 2.0
-
-
-def test_a_size_that_costs_less_than_a_smaller_one_is_read_as_their_mean():
     cost = StepCost.of({1: [1.0], 4: [3.0], 8: [2.0]})
     assert cost.seconds(4) == cost.seconds(8)
     assert 2.0 < cost.seconds(8) < 3.0
+    for size in (0, -3):
+        with pytest.raises(ValueError, match=rf"size={size} is not valid"):
+            measured().seconds(size)
+
+
+@pytest.mark.parametrize("heights", [FLAT, {1: [1.0], 64: [1.001], 256: [100.0]}])
+def test_beyond_its_last_knot_a_curve_is_as_steep_as_it_ended(heights):
+    curve, known = StepCost.of(heights), KNOTS[-1]
+    slope = curve.marginals[known]
+    assert curve.table[known:] == pytest.approx([curve.table[known] + slope * more for more in range(513 - known)])
+    assert set(curve.marginals[known:]) == {slope} and len(curve.marginals) == 513 and curve.corners[-1] == 512
+
+
+def test_passes_beyond_the_last_knot_move_the_curve():
+    curve = StepCost.of(FLAT)
+    before = curve.table[512]
+    watched(curve, [(1, 1.0), (300, 2.0)] * 10)
+    assert curve.table[512] > 1.2 * before
 
 
 def test_reading_is_refreshed_by_the_time_that_passes_took():
@@ -204,22 +214,13 @@ def test_a_clock_that_did_not_move_teaches_nothing(seconds):
     assert cost.to_json() == before
 
 
-def test_a_clock_that_went_mad_does_not_count():
+def test_a_clock_that_went_mad_does_not_count_and_one_that_crawls_leaves_a_curve_that_can_be_saved():
     cost = measured()
     before = cost.table
     watched(cost, [(4, 1e300), (4, 1e-300), (500, math.inf), *[(4, 10e-3)] * 3])
     assert cost.change_since(before) < 0.1
-
-
-def test_a_clock_that_crawls_leaves_a_curve_that_can_be_saved():
     cost = watched(measured(lambda size: 1e-8), [(size, 1e-15) for size in KNOTS] * 300)
     assert StepCost.from_json(cost.to_json()).table == pytest.approx(cost.table)
-
-
-def test_sizes_below_one_are_refused():
-    for size in (0, -3):
-        with pytest.raises(ValueError, match=rf"size={size} is not valid"):
-            measured().seconds(size)
 
 
 @pytest.mark.parametrize("samples", [{}, {1: []}, {1: [1.0], 5: [1.0]}])
@@ -237,22 +238,18 @@ def test_samples_are_of_known_sizes(samples):
     ],
     ids=str,
 )  # fmt: skip
-def test_json_that_is_no_curve_is_refused(change):
+def test_json_that_is_no_curve_or_of_another_kind_is_refused(change):
     value = measured().to_json()
     StepCost.from_json(value)
     with pytest.raises(ValueError, match=r"valid|measure again"):
         StepCost.from_json({**value, **change})
-
-
-@pytest.mark.parametrize("value", [None, [], 3, "x", {}])
-def test_json_of_another_kind_is_refused(value):
-    with pytest.raises(ValueError, match="measure again"):
-        StepCost.from_json(value)
+    for other in (None, [], 3, "x", {}):
+        with pytest.raises(ValueError, match="measure again"):
+            StepCost.from_json(other)
 
 
 def test_a_curve_owns_what_its_generations_have_learned():
     cost, other = measured(), measured()
-    assert cost.state("greedy") is cost.state("greedy")
-    assert cost.state("greedy") is not cost.state("sampled at 1.0") and cost.state("greedy") is not other.state(
-        "greedy"
-    )
+    greedy = cost.state("greedy")
+    assert greedy is cost.state("greedy")
+    assert greedy is not cost.state("sampled at 1.0") and greedy is not other.state("greedy")

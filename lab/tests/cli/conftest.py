@@ -18,6 +18,11 @@ def prompts(tmp_path, request):
 
 
 @pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def interrupting(monkeypatch):
     """Presses Ctrl-C in one of the answers of this library's methods, counted from 1, a warm-up included."""
     state = {"answers": 0, "at": 0}

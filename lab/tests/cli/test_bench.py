@@ -23,11 +23,6 @@ METHODS = "hf,plain,adaptive-warm=8"
 TEXTS = ["say it again", "one two", "say it again"]
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
     """Step curves are timed elsewhere; figures are drawn in one test only."""
@@ -239,15 +234,6 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
 def test_bad_input_is_one_line(bench, out, arguments, words):
     fails(bench(*arguments), *words)
     assert not out.exists()
-
-
-def test_a_folder_that_is_a_file(bench, out):
-    out.write_text("")
-    fails(bench(), out, "is a file")
-
-
-def test_two_workloads_of_one_name(bench, prompts, out):
-    fails(bench("-w", prompts), "two workloads are named 'texts'")
 
 
 def test_an_unsupported_model_is_refused_before_anything_is_run(lade, unsupported, prompts, out):

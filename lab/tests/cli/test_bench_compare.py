@@ -49,13 +49,10 @@ def compare(tmp_path):
     return run
 
 
-def test_nothing_got_slower(compare):
+def test_whether_something_got_slower_is_said_and_is_the_exit_code(compare):
     result = compare(results(), results())
     assert result.exit_code == 0, result.output
     assert "nothing got slower by more than 3 % beyond noise" in result.stdout and result.stderr == ""
-
-
-def test_something_got_slower(compare):
     result = compare(results(), results(adaptive=1.25))
     assert result.exit_code == 1
     (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith("adaptive")]
@@ -77,10 +74,8 @@ def test_options_reach_the_comparison(compare):
     later = results()
     later.samples = [replace(each, seconds=(1 + (each.method == "adaptive")) * each.seconds) for each in later.samples]
     other = results()
-    other.model, other.environment = (
-        replace(other.model, dtype="bfloat16"),
-        replace(other.environment, device="another"),
-    )
+    other.model = replace(other.model, dtype="bfloat16")
+    other.environment = replace(other.environment, device="another")
     assert "hf, ran at 0.800 times its speed in A" in " ".join(compare(results(), slower).stdout.split())
     assert [compare(results(), slower, *more).exit_code for more in ([], ["--absolute"])] == [0, 1]
     assert [compare(results(), later, *more).exit_code for more in ([], ["--clock", "call"])] == [0, 1]
@@ -94,9 +89,8 @@ def test_what_has_no_noise_is_told_exactly(compare):
     b = results()
     b.samples[1] = replace(b.samples[1], accepted=[1, 1, *[2] * 49], steps=51, step_tokens=[8] * 51, output_sha256="x")
     out = " ".join(compare(results(), b).stdout.split())
-    assert (
-        "adaptive: tokens per step 2.0000 -> 1.9967 (1200 tokens in 600 steps -> 1200 in 601); 1 of 12 answers" in out
-    )
+    steps = "1200 tokens in 600 steps -> 1200 in 601"
+    assert f"adaptive: tokens per step 2.0000 -> 1.9967 ({steps}); 1 of 12 answers" in out
     assert "adaptive: 1 of 12 answers have other tokens" in out
 
 

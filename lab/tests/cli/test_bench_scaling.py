@@ -18,11 +18,6 @@ TEXTS = ["say it again, say it", "one two three"]
 
 
 @pytest.fixture
-def out(tmp_path):
-    return tmp_path / "law"
-
-
-@pytest.fixture
 def scaling(lade, folder, prompts, out, monkeypatch):
     """Without pictures, which take their time and have tests of their own."""
     monkeypatch.setattr(scaling_figure, "save_figures", lambda found, folder: [folder / "scaling.svg"])
@@ -106,7 +101,9 @@ def test_wrong_options_are_named(option, value, scaling):
     assert result.exit_code == 2 and f"error: {option} " in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_workloads_and_folders_that_are_none(scaling, tmp_path, out, prompts):
+def test_workloads_folders_and_models_that_cannot_be_used_are_refused(
+    scaling, tmp_path, out, prompts, lade, unsupported
+):
     fails(scaling(workload=tmp_path / "none.jsonl"), "none.jsonl")
     fails(scaling(workload=tmp_path), str(tmp_path))
     (tmp_path / "empty.jsonl").write_text("")
@@ -114,9 +111,6 @@ def test_workloads_and_folders_that_are_none(scaling, tmp_path, out, prompts):
     fails(scaling(out=prompts), "--out", "is a file")
     fails(scaling(out=prompts / "inside"), "inside")
     assert not out.exists()
-
-
-def test_a_model_that_cannot_be_served_is_refused(lade, unsupported, prompts, out):
     result = lade("bench", "scaling", "-m", unsupported, "-w", prompts, "--out", out, "--windows", 2, "--ngrams", 3)
     assert result.exit_code == 2 and "GPTNeoForCausalLM" in result.stderr and "Traceback" not in result.stderr
 

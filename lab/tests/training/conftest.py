@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -23,7 +19,7 @@ def count_{n}(text, limit={n}):
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A source tree with ordinary files, held-out ones and ones to be skipped."""
     folder = tmp_path / "lib"
     names = ["queue.py", "heapq.py", "test/test_heapq.py", "test/test_queue.py", "site-packages/six.py", "pkg/a.py"]
@@ -35,7 +31,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def corpus() -> EncodedCorpus:
+def corpus():
     """Twelve documents of 30 to 85 random ids, every other one read twice."""
     random = np.random.default_rng(0)
     lengths = [30 + 5 * n for n in range(12)]
@@ -44,12 +40,12 @@ def corpus() -> EncodedCorpus:
 
 
 @pytest.fixture
-def plan() -> TrainPlan:
+def plan():
     """Ten batches: eight of short rows, then two of long ones; loops beside the last three."""
     shares = {"long_share": 0.2, "decay_share": 0.25, "loop_share": 0.3}
     return TrainPlan(total_tokens=640, batch_tokens=64, short_tokens=16, long_tokens=32, warmup_tokens=128, **shares)
 
 
 @pytest.fixture
-def shape() -> Shape:
+def shape():
     return Shape(vocab_tokens=64, hidden=16, intermediate=32, layers=2, heads=2, kv_heads=1, context_tokens=32)

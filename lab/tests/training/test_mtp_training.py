@@ -1,14 +1,10 @@
 """An MTP layer is trained as it drafts, and written as lade and transformers read it."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from mtp_toys import llama
+from mtp_toys import Text, llama, needs_mtp
 from transformers import LlamaForCausalLM
 
 import lade
@@ -19,19 +15,14 @@ from lade.model.runner import EagerRunner
 from training.mtp import export_layer, losses, new_layer, train_layer, unrolled, written_texts
 
 
-class Text:
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-
-
 @pytest.fixture
-def model() -> torch.nn.Module:
+def model():
     toy = llama(2, dtype=torch.float32)
     toy.config.bos_token_id = 1
     return toy
 
 
-def test_levels_are_what_drafting_computes(model: torch.nn.Module) -> None:
+def test_levels_are_what_drafting_computes(model):
     layer = new_layer(model).eval()
     ids = torch.randint(1, 48, (1, 14), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -55,9 +46,7 @@ def test_levels_are_what_drafting_computes(model: torch.nn.Module) -> None:
         torch.testing.assert_close(output, levels[level - 1][0, 10 + level - level], atol=1e-5, rtol=1e-4)
 
 
-def test_training_lowers_the_loss_and_leaves_the_model_alone(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_lowers_the_loss_and_leaves_the_model_alone(model, monkeypatch):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     texts = written_texts(model, 16, 24)
     assert texts.shape == (16, 24) and (texts[:, 0] == 1).all()
@@ -71,12 +60,8 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="transformers reads no MTP layers"
-)
-def test_what_is_written_is_found_and_drafts(
-    model: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@needs_mtp
+def test_what_is_written_is_found_and_drafts(model, tmp_path, caplog):
     model.save_pretrained(tmp_path / "base")
     layer = new_layer(model, seed=3)
     export_layer(layer, tmp_path / "base", tmp_path / "out")

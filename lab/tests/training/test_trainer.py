@@ -1,25 +1,18 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from lade.errors import InputError
-from training.plan import Shape, TrainPlan
-from training.tokens import EncodedCorpus
 from training.trainer import Trainer
 
 
-def _steps(trainer: Trainer, count: int) -> list[float]:
+def _steps(trainer, count):
     return [trainer.step().item() for _ in range(count)]
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
-    corpus: EncodedCorpus, plan: TrainPlan, shape: Shape, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(corpus, plan, shape, tmp_path):
     whole = Trainer(corpus, plan, shape)
     losses = _steps(whole, 10)
     first = Trainer(corpus, plan, shape)
@@ -37,20 +30,18 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_training_lowers_the_loss(corpus: EncodedCorpus, plan: TrainPlan, shape: Shape) -> None:
+def test_training_lowers_the_loss(corpus, plan, shape):
     trainer = Trainer(corpus, replace(plan, total_tokens=6400), shape)
     losses = _steps(trainer, 60)
     assert sum(losses[-5:]) < sum(losses[:5]) - 1.0
 
 
-def test_a_kill_while_saving_leaves_the_old_checkpoint(
-    corpus: EncodedCorpus, plan: TrainPlan, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_saving_leaves_the_old_checkpoint(corpus, plan, shape, tmp_path, monkeypatch):
     trainer, path = Trainer(corpus, plan, shape), tmp_path / "c.pt"
     trainer.save(path)
     before = path.read_bytes()
 
-    def half(state: object, target: Path) -> None:
+    def half(state, target):
         target.write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -60,9 +51,7 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(
     assert path.read_bytes() == before
 
 
-def test_the_total_may_change_until_the_tail_begins(
-    corpus: EncodedCorpus, plan: TrainPlan, shape: Shape, tmp_path: Path
-) -> None:
+def test_the_total_may_change_until_the_tail_begins(corpus, plan, shape, tmp_path):
     trainer, path = Trainer(corpus, plan, shape), tmp_path / "c.pt"
     _steps(trainer, 6)
     trainer.save(path)
@@ -75,9 +64,7 @@ def test_the_total_may_change_until_the_tail_begins(
         Trainer(corpus, replace(plan, total_tokens=6400), shape).resume(path)
 
 
-def test_another_seed_or_shape_and_a_broken_checkpoint_are_refused(
-    corpus: EncodedCorpus, plan: TrainPlan, shape: Shape, tmp_path: Path
-) -> None:
+def test_another_seed_or_shape_and_a_broken_checkpoint_are_refused(corpus, plan, shape, tmp_path):
     path = tmp_path / "c.pt"
     Trainer(corpus, plan, shape).save(path)
     with pytest.raises(InputError, match="seed=9: the run was begun with 1"):
@@ -92,7 +79,7 @@ def test_another_seed_or_shape_and_a_broken_checkpoint_are_refused(
         Trainer(corpus, plan, shape).resume(path)
 
 
-def test_the_rate_rises_stays_and_falls(plan: TrainPlan) -> None:
+def test_the_rate_rises_stays_and_falls(plan):
     rates = [plan.rate(tokens) for tokens in range(0, plan.total_tokens, plan.batch_tokens)]
     assert rates[:2] == [0.5, 1.0]
     assert rates[2:7] == [1.0] * 5
@@ -109,6 +96,6 @@ def test_the_rate_rises_stays_and_falls(plan: TrainPlan) -> None:
         ({"batch_tokens": 100}, "batch_tokens=100: must be a multiple of rows of 16 and 32"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(plan: TrainPlan, change: dict[str, float], message: str) -> None:
+def test_a_plan_that_makes_no_sense_is_refused(plan, change, message):
     with pytest.raises(InputError, match=message):
-        replace(plan, **change)  # type: ignore[arg-type]
+        replace(plan, **change)
