@@ -1,7 +1,5 @@
 """Batches through `lade.generate` against `model.generate`: left-padded prompts, rows that end when they end."""
 
-import warnings
-
 import pytest
 import torch
 from effort import examples
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
 from pretend import cost_of_passes
-from same_as_plain import CONFIGS, PAD, PAPER, VOCABULARY, padded, random_texts
+from same_as_plain import CONFIGS, PAD, PAPER, VOCABULARY, assert_same_tokens, padded, random_texts
 from spies import failing, watched
 from transformers import GenerationConfig, WatermarkingConfig
 
@@ -32,17 +30,9 @@ MODELS = {
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
 
 
-def outcome(generate, seed, **arguments):
-    """Ids and the generator's state."""
-    torch.manual_seed(seed)
-    return generate(pad_token_id=PAD, **arguments).tolist(), torch.get_rng_state().tolist()
-
-
-def assert_same(model, lookahead=PAPER, *, seed=0, stats=None, **arguments):
-    """Plain's ids and generator, without any fallback; returns the ids."""
-    expected = outcome(model.generate, seed, **arguments)
-    assert outcome(lade.generate, seed, model=model, lookahead=lookahead, stats=stats, **arguments) == expected
-    return expected[0]
+def assert_same(model, lookahead=PAPER, **arguments):
+    """Plain's ids and generator; returns the ids."""
+    return assert_same_tokens(model, lookahead, **{"pad_token_id": PAD, **arguments}).tolist()
 
 
 def lengths_of(ids, width, eos):
@@ -70,16 +60,8 @@ def lengths_of(ids, width, eos):
 )
 def test_any_batch_is_plains_batch(family, config, texts, new_tokens, eos, sampling, seed):
     stats, prepared = Stats(), padded(texts)
-    ids = assert_same(
-        MODELS[family],
-        config,
-        seed=seed,
-        stats=stats,
-        **prepared,
-        max_new_tokens=new_tokens,
-        eos_token_id=eos,
-        **sampling,
-    )
+    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, **sampling}
+    ids = assert_same(MODELS[family], config, seed=seed, stats=stats, **prepared, **arguments)
     assert stats.generations == len(ids) == len(texts) * sampling.get("num_return_sequences", 1)
     assert stats.new_tokens == sum(lengths_of(ids, prepared["input_ids"].shape[1], eos))
     assert sum(stats.accepted) == stats.new_tokens - stats.generations
@@ -126,8 +108,9 @@ options = st.fixed_dictionaries(
 def test_processors_are_asked_row_by_row(texts, config, arguments, repeats, seed):
     if "do_sample" in arguments:
         arguments["num_return_sequences"] = repeats
+    torch.manual_seed(seed)
     try:
-        outcome(MODELS["llama"].generate, seed, **padded(texts), **arguments)
+        MODELS["llama"].generate(pad_token_id=PAD, **padded(texts), **arguments)
     except (RuntimeError, ValueError):  # constraints leave no token, be it in a row that has ended
         return
     assert_same(MODELS["llama"], config, seed=seed, **padded(texts), **arguments)
@@ -177,6 +160,15 @@ def test_unused_slots_of_the_cache_are_seen_by_nobody(monkeypatch):
     assert sum(poisoned) > 0
 
 
+@pytest.fixture(scope="module")
+def ending():
+    """Four prompts of which one text goes on to the end, and others end early."""
+    texts = random_texts(6, 6, 6, 6)
+    plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
+    eos = [int(plain[0, 3]), int(plain[2, 9])]
+    return {**padded(texts), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD}
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Shapes of all that is fed, prefill first."""
@@ -187,16 +179,12 @@ def passes(monkeypatch):
     return watched(monkeypatch, type(MODELS["llama"]), "__call__", shape)
 
 
-def test_rows_that_have_ended_are_not_fed(passes):
-    texts = random_texts(6, 6, 6, 6)
-    plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
-    eos = [int(plain[0, 3]), int(plain[2, 9])]
-    ids = assert_same(MODELS["llama"], **padded(texts), max_new_tokens=40, eos_token_id=eos)
-    assert 40 in (ends := lengths_of(ids, 6, eos)) and min(ends) < 10
+def test_rows_that_have_ended_are_not_fed(passes, ending):
+    ids = assert_same(MODELS["llama"], **ending)
+    assert 40 in (ends := lengths_of(ids, 6, ending["eos_token_id"])) and min(ends) < 10
     passes.clear()
     stats = Stats()
-    arguments = {**padded(texts), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD}
-    lade.generate(MODELS["llama"], lookahead=PAPER, stats=stats, **arguments)
+    lade.generate(MODELS["llama"], lookahead=PAPER, stats=stats, **ending)
     rows = [shape[0] for shape in passes[1:]]
     assert rows[0] == 4 and rows[-1] < 4 and rows == sorted(rows, reverse=True)
     assert sum(rows) == stats.steps
@@ -287,17 +275,12 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
 
 def test_rows_share_the_memory_that_is_given():
     """The second row says what the first one has said, so it has much to gain."""
-    memory = Memory()
-    (text,) = random_texts(8)
-    for shared in (memory, None):
-        stats = Stats()
+    memory, alone, together = Memory(), Stats(), Stats()
+    ids = torch.tensor(random_texts(8) * 2)
+    for shared, stats in ((None, alone), (memory, together), (memory, together)):
         config = LookaheadConfig(budget=16, memory=shared)
-        lade.generate(MODELS["llama"], torch.tensor([text, text]), max_new_tokens=60, lookahead=config, stats=stats)
-        if shared:
-            assert len(memory) > 60
-            lade.generate(MODELS["llama"], torch.tensor([text, text]), max_new_tokens=60, lookahead=config, stats=stats)
-            known = stats.steps / 2
-    assert stats.steps > 1.2 * known
+        lade.generate(MODELS["llama"], ids, max_new_tokens=60, lookahead=config, stats=stats)
+    assert len(memory) > 60 and alone.steps > 1.2 * together.steps / 2
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -326,7 +309,7 @@ def test_a_batch_goes_by_how_far_its_rows_are_and_an_engine_does_not(monkeypatch
     assert told and not any(told)
 
 
-def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
+def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch, ending):
     asked, observed = [], []
 
     def cost_of(batch):
@@ -336,37 +319,18 @@ def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
         return cost
 
     cost_of_passes(monkeypatch, cost_of)
-    texts = random_texts(6, 6, 6, 6)
-    plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
-    eos = [int(plain[0, 3]), int(plain[2, 9])]
-    stats = Stats()
 
     def see(runner, trees, rows, cache):
         return (len(rows), max(map(len, trees)))
 
     largest = watched(monkeypatch, EagerRunner, "forward", see)
-    assert_same(MODELS["llama"], "auto", **padded(texts), max_new_tokens=40, eos_token_id=eos, stats=stats)
+    assert_same(MODELS["llama"], "auto", **ending)
     assert asked[0] == 4 and asked == sorted(asked, reverse=True) and asked[-1] <= 2
     assert [size for _, size in observed] == [size for _, size in largest], "once a pass, by the largest tree"
     assert all(rows <= batch < 2 * max(rows, 2) for (batch, _), (rows, _) in zip(observed, largest, strict=True))
 
 
 # --- what comes back, and what is refused ----------------------------------------------------------------------------
-
-
-def test_the_three_ways_agree():
-    model, arguments = MODELS["llama"], {**padded(random_texts(4, 9)), "max_new_tokens": 20, "pad_token_id": PAD}
-    plain = model.generate(**arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lade.FallbackWarning)
-        for ours in (
-            lade.generate(model, **arguments),
-            lade.generate(model, arguments["input_ids"], **{k: v for k, v in arguments.items() if k != "input_ids"}),
-            lade.generate(model, lookahead=None, **arguments),
-            model.generate(custom_generate=lade.decode, **arguments),
-            model.generate(custom_generate=lade.decoder(), lookahead=PAPER, **arguments),
-        ):
-            assert torch.equal(ours, plain)
 
 
 def test_the_end_of_sequence_pads_where_no_padding_is_given():
@@ -431,18 +395,14 @@ def test_an_error_leaves_nothing_broken():
     assert_same(MODELS["llama"], **arguments, max_new_tokens=9)
 
 
-def test_plain_batches_fill_stats_too():
-    texts = random_texts(6, 6, 6, 6)
-    first = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
-    eos = [int(first[0, 3]), int(first[2, 9])]
-    arguments = {**padded(texts), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD}
+def test_plain_batches_fill_stats_too(ending):
     ours, plain, fallen = Stats(), Stats(), Stats()
-    ids = lade.generate(MODELS["llama"], lookahead=PAPER, stats=ours, **arguments)
-    lade.generate(MODELS["llama"], lookahead=None, stats=plain, **arguments)
+    ids = lade.generate(MODELS["llama"], lookahead=PAPER, stats=ours, **ending)
+    lade.generate(MODELS["llama"], lookahead=None, stats=plain, **ending)
     with pytest.warns(lade.FallbackWarning):
-        unserved = {"past_key_values": TreeCache(), **arguments}
+        unserved = {"past_key_values": TreeCache(), **ending}
         MODELS["llama"].generate(custom_generate=lade.decode, stats=fallen, **unserved)
-    lengths = lengths_of(ids.tolist(), 6, eos)
+    lengths = lengths_of(ids.tolist(), 6, ending["eos_token_id"])
     for stats in (ours, plain, fallen):
         assert (stats.generations, stats.new_tokens) == (4, sum(lengths))
     assert plain.steps == fallen.steps == sum(lengths) - 4 and plain.accepted == [1] * plain.steps

@@ -9,7 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import CONFIGS, Listener, assert_same_tokens
+from same_as_plain import CONFIGS, PAD, Listener, assert_same_tokens, padded, random_texts
 from spies import watched
 from transformers import BatchEncoding
 
@@ -60,21 +60,19 @@ def ids():
     return torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 
 
-def test_the_three_ways_and_plain_agree(model, ids):
-    plain = model.generate(ids, max_new_tokens=40)
-    config = LookaheadConfig(5, 4, 5)
-    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=40, lookahead=config))
-    streamed = torch.tensor([ids[0].tolist() + [token for step in steps for token in step.tokens]])
-    for output in (
-        lade.generate(model, ids, max_new_tokens=40, lookahead=config),
-        lade.generate(model, input_ids=ids, max_new_tokens=40),
-        lade.generate(model, input_ids=ids, max_new_tokens=40, lookahead=None),
-        model.generate(ids, max_new_tokens=40, custom_generate=lade.decode),
-        model.generate(ids, max_new_tokens=40, custom_generate=lade.decode, lookahead=config),
-        model.generate(ids, max_new_tokens=40, custom_generate=lade.decode, lookahead=None),
-        streamed,
-    ):
-        assert torch.equal(output, plain)
+@pytest.mark.parametrize("texts", [[[1, 2, 3, 4, 5, 1, 2, 3]], random_texts(4, 9)], ids=["one", "several"])
+def test_the_three_ways_and_plain_agree(model, texts):
+    config, arguments = LookaheadConfig(5, 4, 5), {**padded(texts), "max_new_tokens": 40, "pad_token_id": PAD}
+    plain, positional = model.generate(**arguments), dict(arguments)
+    outputs = [lade.generate(model, positional.pop("input_ids"), lookahead=config, **positional)]
+    for more in ({}, {"lookahead": config}, {"lookahead": None}):
+        outputs.append(lade.generate(model, **arguments, **more))
+        for callable_ in (lade.decode, lade.decoder()):
+            outputs.append(model.generate(**arguments, custom_generate=callable_, **more))
+    assert all(torch.equal(output, plain) for output in outputs)
+    if len(texts) == 1:
+        steps = lade.stream(model, **arguments, lookahead=config)
+        assert [*texts[0], *(token for step in steps for token in step.tokens)] == plain[0].tolist()
 
 
 @pytest.mark.parametrize(
