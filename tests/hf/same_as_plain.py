@@ -1,7 +1,10 @@
 """Configs, prompts of several lengths, and beams through `lade.generate` compared with those of `model.generate`."""
 
+import functools
+
 import torch
 from hypothesis import strategies as st
+from small_models import small_model
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -28,6 +31,10 @@ CONFIGS = PAPERS | st.builds(
 )
 """Any that `lade.generate` takes: of the paper's method, and of the adaptive one."""
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+windowed = functools.partial(small_model, "mistral", torch.float64, sliding_window=8)
+"""A model whose layers see eight tokens back."""
+unsupported = functools.partial(small_model, "gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]])
+"""A model that is decoded plainly, for its local attention."""
 
 
 class Spelled:

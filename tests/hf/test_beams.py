@@ -7,12 +7,11 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, PAPERS, VOCABULARY, assert_same_beams, assert_same_cache, both, padded
+from same_as_plain import PAD, PAPER, PAPERS, VOCABULARY, assert_same_beams, assert_same_cache, both, padded, windowed
 from spies import answered, failing, watched
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
-from windowed import windowed
 
 import lade
 from lade import FallbackWarning, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
