@@ -1,6 +1,7 @@
 """Everything that transformers turns into processors and criteria, combined at random, against plain decoding."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import Spelled
+from same_as_plain import Listener, Spelled
 from transformers import AsyncTextIteratorStreamer, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -109,76 +110,50 @@ def test_all_of_them_at_once(prompt, config, arguments, seed):
     assert outcome(lade.generate, seed, model=MODEL, lookahead=config, **arguments) == expected
 
 
-class Recorder:
-    """Writes down what processor, criterion and streamer are shown."""
+def recording(book: list[Any]) -> dict[str, Any]:
+    """A processor, a criterion and a streamer that write down in one book what they are shown."""
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def processor(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls.append(("processor", input_ids.tolist(), scores.shape, scores.dtype, int(scores.argmax())))
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        book.append(("processor", input_ids.tolist(), scores.shape, scores.dtype, int(scores.argmax())))
         return scores
 
-    def criterion(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls.append(("criterion", input_ids.tolist(), scores, kwargs))
+    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        book.append(("criterion", input_ids.tolist(), scores, kwargs))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            book.append(("put", value.tolist()))
 
-class Asked:
-    """Transformers looks at the signature of `__call__`, which a bound method does not show."""
+        def end(self) -> None:
+            book.append("end")
 
-    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self._function(input_ids, scores)
-
-
-class Listener(BaseStreamer):
-    """A streamer that writes into the same book."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def put(self, value: torch.Tensor) -> None:
-        self._recorder.calls.append(("put", value.tolist()))
-
-    def end(self) -> None:
-        self._recorder.calls.append("end")
+    return {"logits_processor": [processor], "stopping_criteria": [criterion], "streamer": Streamer()}
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("eos", [None, [3, 5]])
 def test_processors_criteria_and_streamers_are_called_in_the_order_of_plain_decoding(do_sample, eos):
-    books = []
-    for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL})):
-        recorder = Recorder()
+    books: list[list[Any]] = []
+    arguments = {"input_ids": torch.tensor([[1, 2, 1, 2, 1]]), "max_new_tokens": 40, "do_sample": do_sample}
+    for generate in (MODEL.generate, functools.partial(lade.generate, MODEL)):
+        books.append([])
         torch.manual_seed(4)
-        generate(
-            input_ids=torch.tensor([[1, 2, 1, 2, 1]]),
-            max_new_tokens=40,
-            do_sample=do_sample,
-            eos_token_id=eos,
-            logits_processor=[Asked(recorder.processor)],
-            stopping_criteria=[recorder.criterion],
-            streamer=Listener(recorder),
-            **more,
-        )
-        books.append(recorder.calls)
+        generate(eos_token_id=eos, **arguments, **recording(books[-1]))
     assert books[0] == books[1]
     assert len(books[0]) > 4
 
 
 def stopped_by_its_streamer(generate: Callable[..., torch.Tensor], count: int) -> torch.Tensor:
     """What is decoded with a criterion that ends the text once the streamer has got so many tokens."""
-    recorder = Recorder()
+    listener = Listener()
 
     def enough(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((1,), len(recorder.calls) > count)  # the prompt is the first call
+        return torch.full((1,), len(listener.received) > count)  # the prompt is the first call
 
     ids = torch.tensor([[1, 2, 1, 2, 1, 2]])
-    return generate(input_ids=ids, max_new_tokens=60, stopping_criteria=[enough], streamer=Listener(recorder))
+    return generate(input_ids=ids, max_new_tokens=60, stopping_criteria=[enough], streamer=listener)
 
 
 @pytest.mark.parametrize("through", ["lade.generate", "decoder"])
@@ -202,12 +177,10 @@ def test_an_asynchronous_streamer_hears_everything(way):
 
     async def read() -> str:
         streamer = AsyncTextIteratorStreamer(Spelled())
-        if way == "lade.generate":
-            arguments = {"target": lade.generate, "args": (MODEL,), "kwargs": {"streamer": streamer}}
-        else:
-            arguments = {"target": MODEL.generate, "kwargs": {"custom_generate": lade.decoder(streamer=streamer)}}
-        arguments["kwargs"] |= {"input_ids": ids, "max_new_tokens": 30}
-        thread = Thread(**arguments)
+        call = functools.partial(lade.generate, MODEL, streamer=streamer)
+        if way == "custom_generate":
+            call = functools.partial(MODEL.generate, custom_generate=lade.decoder(streamer=streamer))
+        thread = Thread(target=call, kwargs={"input_ids": ids, "max_new_tokens": 30})
         thread.start()
         text = "".join([piece async for piece in streamer])
         thread.join()
