@@ -1,13 +1,13 @@
 """How `lade generate` and `lade chat` choose tokens: sampling, beams, penalties, stop texts."""
 
 import json
-import signal
 
 import pytest
 import torch
+from shell_fixtures import press_ctrl_c
 from test_cli_errors import fails
-from transformers import StoppingCriteria
 
+from lade.cli import run as decoding
 from lade.cli.options.decoding import Choices
 from lade.errors import ConfigError
 
@@ -82,10 +82,9 @@ def test_a_seed_that_is_not_given_is_drawn_and_reported(lade, folder, generate):
     assert "seed" not in lade("generate", "-m", folder, "-p", PROMPT, "-n", 5).stderr
 
 
-def test_each_line_of_a_file_can_be_repeated_on_its_own(lade, folder, generate, tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", folder, "--prompts", file, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
+def test_each_line_of_a_file_can_be_repeated_on_its_own(lade, folder, generate, prompt_lines):
+    prompts = ["--prompts", prompt_lines("one", "two")]
+    result = lade("generate", "-m", folder, *prompts, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
     for line, prompt in zip(result.stdout.splitlines(), ("one", "two"), strict=True):
         report = json.loads(line)
         again = generate("--do-sample", "--top-k", 20, "--seed", report["seed"], prompt=prompt)
@@ -149,27 +148,17 @@ def test_sampled_beams_and_a_beam_that_ends_early(generate, expected, folder, mo
     assert report["new_tokens"] == len(report["token_ids"]) < NEW
 
 
-class _Interrupting(StoppingCriteria):
-    """Presses Ctrl-C at a length."""
-
-    def __init__(self, length, times):
-        self._length, self._times = length, times
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] == self._length:
-            for _ in range(self._times):
-                signal.raise_signal(signal.SIGINT)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder, monkeypatch, times, tokenizer):
-    from lade.cli import run as decoding
-
     original, length = decoding.generate, len(tokenizer(PROMPT)["input_ids"]) + 6
 
+    def interrupting(input_ids, scores, **kwargs):
+        for _ in range(times if input_ids.shape[1] == length else 0):
+            press_ctrl_c()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
     def generate(*args, stopping_criteria, **kwargs):
-        return original(*args, stopping_criteria=[_Interrupting(length, times), *stopping_criteria], **kwargs)
+        return original(*args, stopping_criteria=[interrupting, *stopping_criteria], **kwargs)
 
     monkeypatch.setattr(decoding, "generate", generate)
     result = lade("generate", "-m", folder, "-p", PROMPT, "-n", NEW, "--json", "--num-beams", 2)

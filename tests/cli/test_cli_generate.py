@@ -47,12 +47,9 @@ def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, a
         assert report["config"]["adaptive"] is True
     if "--budget" in arguments:
         assert report["config"]["budget"] == 6 and report["step_tokens_mean"] <= 6
-
-
-def test_one_token_has_no_speed(lade, folder):
-    report = json.loads(lade("generate", "-m", folder, "-p", PROMPT, "-n", 1, "--json").stdout)
-    assert (report["new_tokens"], report["steps"]) == (1, 0)
-    assert report["tokens_per_s"] is None and report["step_tokens_mean"] is None
+    one = json.loads(lade("generate", "-m", folder, "-p", PROMPT, "-n", 1, "--json", *arguments).stdout)
+    assert (one["new_tokens"], one["steps"]) == (1, 0)
+    assert one["tokens_per_s"] is None and one["step_tokens_mean"] is None, "it has no speed"
 
 
 def test_end_of_sequence_is_among_the_ids_and_not_in_the_text(lade, folder, plain, tokenizer, tmp_path, edited):
@@ -78,7 +75,9 @@ def test_a_checkpoint_that_wants_to_sample_is_decoded_greedily_without_a_word(
     assert not any(word in result.stderr for word in [*wishes, "max_length"])
 
 
-def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
+def test_jsonl_gives_an_object_a_line_and_other_files_are_one_prompt_as_they_are(
+    lade, folder, plain, tokenizer, tmp_path
+):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two"}\n\n{"prompt": "three é", "id": 3}\n')
     lines = lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout.splitlines()
@@ -86,19 +85,14 @@ def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
     assert [json.loads(line)["token_ids"] for line in lines] == [plain(tokenizer(t)["input_ids"], 12) for t in texts]
     result = lade("generate", "-m", folder, "--prompts", file, "-n", 12)
     assert result.stdout == "\n\n".join(json.loads(line)["text"] for line in lines) + "\n"
-
-
-def test_other_files_are_one_prompt_as_they_are(lade, folder, plain, tokenizer, tmp_path):
-    file = tmp_path / "prompt.json"
-    file.write_text("two\nlines\n")
-    report = json.loads(lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout)
+    other = tmp_path / "prompt.json"
+    other.write_text("two\nlines\n")
+    report = json.loads(lade("generate", "-m", folder, "--prompts", other, "-n", 12, "--json").stdout)
     assert report["token_ids"] == plain(tokenizer("two\nlines\n")["input_ids"], 12)
 
 
-def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", unsupported, "--prompts", file, "-n", 12, "--json")
+def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, prompt_lines):
+    result = lade("generate", "-m", unsupported, "--prompts", prompt_lines("one", "two"), "-n", 12, "--json")
     assert result.exit_code == 0
     (warning,) = result.stderr.splitlines()
     assert warning.startswith("GPTNeoForCausalLM is not supported, running at normal speed: its local attention")
@@ -163,10 +157,9 @@ def test_a_prediction_without_use_is_refused(lade, folder, tmp_path, more, says)
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_of_16_bits_one_quiet_line_is_said(lade, folder, tmp_path, many):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{PROMPT} {number}"}) + "\n" for number in range(2)))
-    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *(["--prompts", prompts] if many else ["-p", PROMPT])]
+def test_of_16_bits_one_quiet_line_is_said(lade, folder, prompt_lines, many):
+    prompts = ["--prompts", prompt_lines(PROMPT, "another")] if many else ["-p", PROMPT]
+    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *prompts]
     line = "bfloat16: where two tokens score almost equally the output may differ from plain decoding; "
     remedy = "--invariant" if native.library() else "--dtype float32"  # without compiled kernels nothing is invariant
     said = lade(*ask, "--dtype", "bfloat16", "--no-invariant").stderr
