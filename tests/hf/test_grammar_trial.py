@@ -32,9 +32,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def trial():
-    made = GrammarTrial(
-        ["<|end|>", "\n", "  ", '"', "[multimodal]"]
-    )  # added tokens as Gemma's, of which one has a name
+    made = GrammarTrial(["<|end|>", "\n", "  ", '"', "[multimodal]"])  # added tokens as Gemma's: one has a name
     yield made
     made.close()
 

@@ -77,7 +77,7 @@ def test_float32_and_chunked_prompts(tmp_path):
     assert heard(model)
 
 
-def test_streams_callables_and_caches(model):
+def test_streams_callables_caches_and_predictions(model):
     plain = model.generate(PROMPT, max_new_tokens=NEW)
     steps = list(lade.stream(model, PROMPT, max_new_tokens=NEW, lookahead=BUDGET))
     assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
@@ -86,13 +86,8 @@ def test_streams_callables_and_caches(model):
     first = lade.generate(model, PROMPT, max_new_tokens=20, lookahead=BUDGET, past_key_values=cache)
     rest = lade.generate(model, first, max_new_tokens=NEW - 20, lookahead=BUDGET, past_key_values=cache)
     assert torch.equal(rest, plain)
-
-
-def test_predictions_of_texts(model):
-    plain = model.generate(PROMPT, max_new_tokens=NEW)
-    stats = Stats()
-    expected = plain[0, 8:].tolist()
-    ours = lade.generate(model, PROMPT, max_new_tokens=NEW, lookahead=BUDGET, prediction=expected, stats=stats)
+    stats, predicted = Stats(), {"prediction": plain[0, 8:].tolist()}
+    ours = lade.generate(model, PROMPT, max_new_tokens=NEW, lookahead=BUDGET, stats=stats, **predicted)
     assert torch.equal(ours, plain) and stats.tokens_per_step > 4
 
 
@@ -112,22 +107,16 @@ def test_grammars(tmp_path):
 def test_engines(model, more):
     """Rows join and leave, share prompts that are kept, and make room for each other."""
     asked = [(PROMPT[:, : 4 + number % 4], {"max_new_tokens": 20 + 5 * number}) for number in range(6)]
-    long = torch.cat([PROMPT] * 6, dim=1)
-    asked += [(long, {"max_new_tokens": 20}), (torch.cat([long, PROMPT], 1), {"max_new_tokens": 20})]
+    asked += [(PROMPT.repeat(1, times), {"max_new_tokens": 20}) for times in (6, 7)]
+    for _, arguments in asked[2::3]:
+        arguments |= {"do_sample": True, "temperature": 0.7}
     with lade.Engine(model, **more) as engine:
-        handles = []
-        for number, (ids, arguments) in enumerate(asked):
-            sampling = {"do_sample": True, "temperature": 0.7} if number % 3 == 2 else {}
-            handles.append(
-                engine.add(ids, lookahead=LookaheadConfig(budget=8, mtp=True), seed=number, **arguments, **sampling)
-            )
+        config = LookaheadConfig(budget=8, mtp=True)
+        handles = [engine.add(ids, lookahead=config, seed=seed, **given) for seed, (ids, given) in enumerate(asked)]
         handles[1].cancel()
         for number, (handle, (ids, arguments)) in enumerate(zip(handles, asked, strict=True)):
-            if number == 1:
-                continue
-            sampling = {"do_sample": True, "temperature": 0.7} if number % 3 == 2 else {}
             torch.manual_seed(number)
-            assert torch.equal(handle.result(60), model.generate(ids, **arguments, **sampling)), number
+            assert number == 1 or torch.equal(handle.result(60), model.generate(ids, **arguments)), number
 
 
 # ---------------------------------------------------------------------------------------------- what layers are worth
@@ -362,9 +351,8 @@ def test_while_drafting_is_paused_in_all_rows_no_states_are_kept(rows):
     layer, watched = KnowsTexts([]), []
     layer.watching = lambda: watched.append(1) or torch.no_grad()
     passes = MtpPasses(layer, MtpHabits(), WallClock())
-    passes.draft(
-        [SimpleNamespace(drafter=SimpleNamespace(rests=rests, mtp=None)) for rests in rows], [None] * len(rows)
-    )
+    paused = [SimpleNamespace(drafter=SimpleNamespace(rests=rests, mtp=None)) for rests in rows]
+    passes.draft(paused, [None] * len(rows))
     with passes.watching():
         assert bool(watched) == (not all(rows))
 
@@ -378,9 +366,7 @@ def test_transformers_own_argument_is_understood(model):
 
 
 def test_without_a_layer_it_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(
-        UnsupportedArgumentError, match=r"mtp=True cannot be used: LlamaForCausalLM is configured without"
-    ):
+    with pytest.raises(UnsupportedArgumentError, match="mtp=True cannot be used: LlamaForCausalLM is configured with"):
         lade.generate(MODEL, PROMPT, max_new_tokens=9, lookahead=BUDGET)
     assert "configured without MTP layers" in lade.supports(MODEL).mtp.reason and lade.supports(MODEL)
     llama(2).save_pretrained(tmp_path)
@@ -393,9 +379,8 @@ def test_without_a_layer_it_is_refused_with_the_reason(tmp_path):
 
 def test_where_it_is_not_run_the_memory_drafts_alone(model):
     beams = {"num_beams": 2, "max_new_tokens": 12}
-    assert torch.equal(
-        lade.generate(model, PROMPT, lookahead=LookaheadConfig(), **beams), model.generate(PROMPT, **beams)
-    )
+    ours = lade.generate(model, PROMPT, lookahead=LookaheadConfig(), **beams)
+    assert torch.equal(ours, model.generate(PROMPT, **beams))
     with pytest.raises(UnsupportedArgumentError, match="mtp with num_beams"):
         lade.generate(model, PROMPT, lookahead=LookaheadConfig(mtp=True), **beams)
     with pytest.raises(UnsupportedArgumentError, match="mtp=True cannot be used: rows in lock-step"):

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from small_models import small_model
 
 import lade
 from lade.testing import toy_model
@@ -72,24 +72,9 @@ def test_stop_strings_stop_at_plains_token(model: Any, tokenizer: Any, text: str
 
 
 def test_a_model_that_cannot_be_served_is_decoded_plainly(recipe: dict[str, Any]) -> None:
-    sizes = {"vocab_size": 48, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
-    local = [[["global", "local"], 1]]
-    neo = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=local, bos_token_id=None, eos_token_id=None)).eval()
+    neo = small_model("gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]])
     expected = neo.generate(PROMPT, **GREEDY)
     with pytest.warns(lade.FallbackWarning, match="local attention"):
         assert torch.equal(neo.generate(PROMPT, **GREEDY, **recipe), expected)
     with pytest.raises(lade.UnsupportedModelError, match="local attention"):
         neo.generate(PROMPT, **GREEDY, **recipe, lookahead="budget=16")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"input_ids": torch.tensor([[]], dtype=torch.long)}, "input_ids is empty"),
-        ({"input_ids": PROMPT, "lookahead": "fast"}, "lookahead='fast' is not valid"),
-        ({"input_ids": PROMPT, "frobnicate": 1}, "frobnicate"),
-    ],
-)
-def test_errors_are_those_of_the_package(toy: Any, recipe: dict[str, Any], arguments: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        toy.generate(**arguments, max_new_tokens=5, **recipe)
