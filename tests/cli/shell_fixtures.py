@@ -150,6 +150,18 @@ def lade() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def report(lade: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the shell and return what it prints with `--json`: `report("info")`."""
+
+    def run(*arguments: object, code: int = 0, **given: Any) -> Any:
+        result = lade(*arguments, "--json", **given)
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+    return run
+
+
+@pytest.fixture
 def plain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
     """The new tokens of plain `model.generate`."""
 
