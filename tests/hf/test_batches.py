@@ -7,27 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
 from pretend import cost_of_passes
-from same_as_plain import CONFIGS, PAD, PAPER, VOCABULARY, assert_same_tokens, padded, random_texts
-from spies import failing, watched
-from transformers import GenerationConfig, WatermarkingConfig
+from same_as_plain import (
+    CONFIGS,
+    MODELS,
+    PAD,
+    PAPER,
+    PROMPTS,
+    VOCABULARY,
+    assert_same_tokens,
+    padded,
+    processing,
+    random_texts,
+)
+from spies import answered, failing, watched
+from transformers import GenerationConfig
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import Controller
-from lade.hf import session
 from lade.hf.sampling import Draws
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 from lade_lab.fakes import nearly_flat_cost
-
-MODELS = {
-    "llama": toy_model("llama"),
-    "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
-    "gpt2": toy_model("gpt2"),
-}
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
 
 
 def assert_same(model, lookahead=PAPER, **arguments):
@@ -45,7 +48,7 @@ def lengths_of(ids, width, eos):
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=CONFIGS,
-    texts=prompts,
+    texts=PROMPTS,
     new_tokens=st.integers(1, 40),
     eos=st.sampled_from([[5], [3, 17, 40]]),
     sampling=st.sampled_from(
@@ -77,24 +80,10 @@ tokens = st.integers(0, VOCABULARY - 1)
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 25), "eos_token_id": st.lists(tokens, min_size=1, max_size=3, unique=True)},
     optional={
-        "do_sample": st.just(True),
-        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        **processing(VOCABULARY),
         "encoder_repetition_penalty": st.sampled_from([0.7, 1.3]),
         "encoder_no_repeat_ngram_size": st.integers(1, 2),
-        "no_repeat_ngram_size": st.integers(1, 3),
-        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
-        "min_new_tokens": st.integers(0, 12),
-        "min_length": st.integers(0, 15),
-        "forced_eos_token_id": tokens,
-        "suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "sequence_bias": st.just({(7,): 2.0, (8, 9): -4.0}),
         "prefix_allowed_tokens_fn": st.just(of_its_row),
-        "exponential_decay_length_penalty": st.just((2, 1.3)),
-        "watermarking_config": st.just(WatermarkingConfig(greenlist_ratio=0.4, bias=2.0)),
-        "renormalize_logits": st.just(True),
-        "remove_invalid_values": st.just(True),
-        "max_time": st.just(1000.0),
         "top_p": st.just(0.7),
         "typical_p": st.just(0.6),
     },
@@ -104,7 +93,7 @@ options = st.fixed_dictionaries(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 @settings(max_examples=examples(60))
-@given(texts=prompts, config=CONFIGS, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
+@given(texts=PROMPTS, config=CONFIGS, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
 def test_processors_are_asked_row_by_row(texts, config, arguments, repeats, seed):
     if "do_sample" in arguments:
         arguments["num_return_sequences"] = repeats
@@ -247,18 +236,7 @@ def test_seconds_are_counted_once_a_pass(monkeypatch):
 
 def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
     """Blocks are kept for as many tokens as the first row is ahead of the last one that goes on."""
-    made, most = [], []
-
-    class Watched(Draws):
-        def __init__(self, rows):
-            super().__init__(rows)
-            made.append(self)
-
-        def take(self, row):
-            super().take(row)
-            most.append(len(self.noise))
-
-    monkeypatch.setattr(session, "Draws", Watched)
+    taken = answered(monkeypatch, Draws, "take", lambda _, draws, row: (len(draws.noise), draws))
     texts = random_texts(6, 6, 6)
     torch.manual_seed(0)
     first = MODELS["llama"].generate(torch.tensor(texts), do_sample=True, max_new_tokens=60)[:, 6:].tolist()
@@ -267,7 +245,7 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
     arguments = {"do_sample": True, "max_new_tokens": 60, "eos_token_id": eos}
     ids = assert_same(MODELS["llama"], LookaheadConfig(0, 2, 0), **padded(texts), **arguments)
     assert lengths_of(ids, 6, [eos]) == ends[eos]
-    assert max(most) == 1 and not len(made[0].noise), "here all rows go in step"
+    assert max(kept for kept, _ in taken) == 1 and not len(taken[0][1].noise), "here all rows go in step"
 
 
 # --- drafting --------------------------------------------------------------------------------------------------------

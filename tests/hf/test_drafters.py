@@ -133,7 +133,7 @@ FAILURES = ["begin", "propose", "learn", "large", "negative", "text", "flat", "f
 
 
 @pytest.mark.parametrize("fails", FAILURES)
-def test_a_failing_drafter_is_an_error_that_names_it(fails):
+def test_a_failing_drafter_is_an_error_that_names_it_and_other_requests_of_an_engine_go_on(fails):
     drafter = Broken(fails)
     with pytest.raises(DrafterError, match="Broken") as caught:
         drafted(LookaheadConfig(sources=[drafter]))
@@ -141,15 +141,6 @@ def test_a_failing_drafter_is_an_error_that_names_it(fails):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     if fails == "propose":
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_an_error_at_the_end_is_logged(caplog):
-    assert torch.equal(drafted(LookaheadConfig(sources=[Broken("end")])), plain())
-    assert "Broken.end failed" in caplog.text
-
-
-@pytest.mark.parametrize("fails", FAILURES)
-def test_in_an_engine_other_requests_go_on(fails):
     drafter, expected = Broken(fails), plain(PROMPTS[1:2])
     with lade.Engine(MODEL, max_rows=2) as engine:
         good = engine.add(PROMPTS[1], max_new_tokens=NEW)
@@ -159,6 +150,11 @@ def test_in_an_engine_other_requests_go_on(fails):
         assert torch.equal(good.result(60), expected)
         assert torch.equal(engine.add(PROMPTS[1], max_new_tokens=NEW).result(60), expected)
     assert drafter.ended == 1
+
+
+def test_an_error_at_the_end_is_logged(caplog):
+    assert torch.equal(drafted(LookaheadConfig(sources=[Broken("end")])), plain())
+    assert "Broken.end failed" in caplog.text
 
 
 def test_a_cancelled_request_and_a_stream_that_is_left_end_their_texts():

@@ -7,32 +7,21 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import EVERYTHING, PAD, PAPER, VOCABULARY, assert_same_cache, padded, random_texts
+from same_as_plain import CONFIGS, EVERYTHING, MODELS, PAD, PAPER, PROMPTS, assert_same_cache, padded, random_texts
 from spies import watched
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Memory, Stats
+from lade import LookaheadConfig, Stats
 from lade.clock import Duration, ThreadClock
 from lade.decoding import lock_step as lock_step_row
 from lade.decoding.drafting.controller import Controller
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
-MODELS = {
-    "llama": toy_model("llama"),
-    "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
-    "gpt2": toy_model("gpt2"),
-}
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32, over a temperature
-configs = st.one_of(
-    st.builds(LookaheadConfig, window=st.integers(0, 6), ngram=st.integers(2, 5), guesses=st.integers(0, 6)),
-    st.builds(LookaheadConfig, budget=st.integers(1, 24), memory=st.sampled_from([None, Memory()])),
-    st.just(LookaheadConfig()),
-)
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=4)
 
 
 class Mixing(LogitsProcessor):
@@ -123,8 +112,8 @@ options = st.fixed_dictionaries(
 @settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
-    texts=prompts,
+    config=CONFIGS,
+    texts=PROMPTS,
     said=said,
     arguments=options,
     repeats=st.integers(1, 2),

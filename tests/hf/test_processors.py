@@ -11,8 +11,8 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import Listener, Spelled
-from transformers import AsyncTextIteratorStreamer, WatermarkingConfig
+from same_as_plain import Listener, Spelled, processing
+from transformers import AsyncTextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -58,28 +58,9 @@ class CountedPenalty:
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 30)},
     optional={
-        "do_sample": st.just(True),
-        "repetition_penalty": st.sampled_from([0.7, 1.3]),
-        "no_repeat_ngram_size": st.integers(1, 3),
-        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
-        "min_new_tokens": st.integers(0, 12),
-        "min_length": st.integers(0, 15),
+        **processing(32),
         "forced_bos_token_id": tokens,
-        "forced_eos_token_id": tokens,
-        "suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "sequence_bias": st.lists(
-            st.tuples(st.lists(tokens, min_size=1, max_size=2).map(tuple), st.sampled_from([-4.0, 2.0])),
-            min_size=1,
-            max_size=3,
-            unique_by=lambda pair: pair[0],
-        ).map(dict),
         "prefix_allowed_tokens_fn": st.just(only_even),
-        "exponential_decay_length_penalty": st.tuples(st.integers(0, 5), st.sampled_from([1.1, 2.0])),
-        "watermarking_config": st.just(WatermarkingConfig(greenlist_ratio=0.4, bias=2.0)),
-        "renormalize_logits": st.just(True),
-        "remove_invalid_values": st.just(True),
-        "max_time": st.just(1000.0),
         "eos_token_id": st.lists(tokens, min_size=1, max_size=4, unique=True),
         "stopping_criteria": st.integers(0, 62).map(StopAtSum).map(lambda criterion: [criterion]),
         "logits_processor": st.just(CountedPenalty),

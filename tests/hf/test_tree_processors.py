@@ -77,16 +77,8 @@ def sampled(lookahead=LookaheadConfig(), **arguments):  # noqa: B008 - it is nev
 @pytest.fixture
 def at_once(monkeypatch):
     """As on a GPU; counts the choosers."""
-    made_choosers = []
-
-    class Counted(BatchedChooser):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made_choosers.append(self)
-
     chosen_at_once(monkeypatch, True)
-    monkeypatch.setattr(hf_row, "BatchedChooser", Counted)
-    return made_choosers
+    return watched(monkeypatch, BatchedChooser, "__init__")
 
 
 @pytest.mark.parametrize("name", sorted(TEXT_FREE_PROCESSORS))
