@@ -17,13 +17,9 @@ CHECKPOINT = {"do_sample": False, "temperature": 1.7, "top_k": 12, "top_p": 0.9,
 
 
 @pytest.fixture
-def generate(lade, folder):
-    """The object that `lade generate --json` prints."""
-
+def generate(report, folder):
     def run(*arguments, path=folder, prompt=PROMPT):
-        result = lade("generate", "-m", path, "-p", prompt, "-n", NEW, "--json", *arguments)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
+        return report("generate", "-m", path, "-p", prompt, "-n", NEW, *arguments)
 
     return run
 
@@ -149,7 +145,7 @@ def test_sampled_beams_and_a_beam_that_ends_early(generate, expected, folder, mo
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder, monkeypatch, times, tokenizer):
+def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(report, folder, monkeypatch, times, tokenizer):
     original, length = decoding.generate, len(tokenizer(PROMPT)["input_ids"]) + 6
 
     def interrupting(input_ids, scores, **kwargs):
@@ -161,12 +157,9 @@ def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder
         return original(*args, stopping_criteria=[interrupting, *stopping_criteria], **kwargs)
 
     monkeypatch.setattr(decoding, "generate", generate)
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", NEW, "--json", "--num-beams", 2)
-    assert result.exit_code == 130
-    report = json.loads(result.stdout)
-    assert report["interrupted"] is True
-    assert report["new_tokens"] == len(report["token_ids"])
-    assert len(report["token_ids"]) == 0 if times == 2 else 1 <= len(report["token_ids"]) < NEW
+    found = report("generate", "-m", folder, "-p", PROMPT, "-n", NEW, "--num-beams", 2, code=130)
+    assert found["interrupted"] is True and found["new_tokens"] == len(found["token_ids"])
+    assert found["new_tokens"] == 0 if times == 2 else 1 <= found["new_tokens"] < NEW
 
 
 @pytest.mark.one_in(2)

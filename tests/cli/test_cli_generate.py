@@ -108,37 +108,32 @@ def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, token
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
-def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, at_step):
+def test_ctrl_c_gives_what_there_is(lade, report, folder, plain, tokenizer, method, at_step):
     at_step(5, press_ctrl_c)
     before = signal.getsignal(signal.SIGINT)
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json", "--method", method)
-    assert result.exit_code == 130
-    report = json.loads(result.stdout)
-    assert report["interrupted"] is True
-    assert 6 <= report["new_tokens"] < 100 and report["steps"] == 5
-    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 100)[: report["new_tokens"]]
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--method", method)
-    assert result.exit_code == 130
-    assert result.stdout == report["text"] + "\n"
+    command = ["generate", "-m", folder, "-p", PROMPT, "-n", 100, "--method", method]
+    found = report(*command, code=130)
+    assert found["interrupted"] is True
+    assert 6 <= found["new_tokens"] < 100 and found["steps"] == 5
+    assert found["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 100)[: found["new_tokens"]]
+    result = lade(*command)
+    assert (result.exit_code, result.stdout) == (130, found["text"] + "\n")
     assert "interrupted" in result.stderr and "1 + 5 passes" in result.stderr
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, at_step):
+def test_a_second_ctrl_c_does_not_wait_for_the_step(report, folder, at_step):
     at_step(1, lambda: (press_ctrl_c(), press_ctrl_c()))
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json")
-    assert result.exit_code == 130
-    assert json.loads(result.stdout)["new_tokens"] == 1
+    assert report("generate", "-m", folder, "-p", PROMPT, "-n", 100, code=130)["new_tokens"] == 1
 
 
-def test_a_prediction_is_drafted_from(lade, folder, plain, tokenizer, tmp_path):
-    answer = plain(tokenizer(PROMPT)["input_ids"], 40)
-    expected, budget = tmp_path / "expected.txt", ["--budget", 16, "--max-new-tokens", 40, "--json"]
+def test_a_prediction_is_drafted_from(report, folder, plain, tokenizer, tmp_path):
+    answer, expected = plain(tokenizer(PROMPT)["input_ids"], 40), tmp_path / "expected.txt"
     expected.write_text(tokenizer.decode(answer), encoding="utf-8")
-    result = lade("generate", "--model", folder, "--prompt", PROMPT, "--prediction-file", expected, *budget)
-    report = json.loads(result.stdout)
-    assert report["token_ids"] == answer
-    assert report["predicted_tokens"] > 20 and report["tokens_per_step"] > 5
+    given = ["--prediction-file", expected, "--budget", 16, "--max-new-tokens", 40]
+    found = report("generate", "--model", folder, "--prompt", PROMPT, *given)
+    assert found["token_ids"] == answer
+    assert found["predicted_tokens"] > 20 and found["tokens_per_step"] > 5
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,12 @@ def test_what_images_do_not_go_with(lade, seeing, templated, pictures, tmp_path,
     fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "text.png", "PNG")
     many = ("generate", "--prompts", prompt_lines("a", "b"), "--image", pictures[0], "--model", seeing)
     fails(lade(*many), "--image", "single prompt")
+    said = chat(lade, seeing, "/image", "/image none.png", f"/image {pictures[0]}", "look", "/reset", "hi")
+    assert said.exit_code == 0
+    assert "/image needs a file" in said.output and "'none.png' cannot be read" in said.output
+    assert answer(seeing, [user("hi")], 12)[1] in said.stdout
+    said = chat(lade, templated, f"/image {pictures[0]}", "hi")
+    assert said.exit_code == 0 and "processor" in said.output
 
 
 @pytest.mark.slow
@@ -165,14 +171,3 @@ def test_chat_shows_images_and_remembers_them(lade, seeing, pictures):
     assert said.stdout.count(replies[-1]) == 2, "/retry shows the image again"
     blind = answer(seeing, [turns[0], turns[1], user("What is it?")], 12)[1]
     assert blind != replies[1], "the image does nothing"
-
-
-@pytest.mark.slow
-def test_chat_says_what_it_cannot_do_with_images(lade, seeing, templated, pictures):
-    red = pictures[0]
-    said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", "/reset", "hi")
-    assert said.exit_code == 0
-    assert "/image needs a file" in said.output and "'none.png' cannot be read" in said.output
-    assert answer(seeing, [user("hi")], 12)[1] in said.stdout
-    said = chat(lade, templated, f"/image {red}", "hi")
-    assert said.exit_code == 0 and "processor" in said.output

@@ -60,7 +60,7 @@ def sentencepiece(tmp_path_factory):
     return saved(model, tmp_path_factory, "words", tokenizer), tokenizer
 
 
-def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, prompt_lines):
+def test_a_text_continues_its_prompt_with_a_space_behind_special_tokens_too(generate, sentencepiece, prompt_lines):
     model, tokenizer = sentencepiece
     ids = report(generate("the cat", "--json", model=model))["token_ids"]
     text = tokenizer.decode([*tokenizer("the cat")["input_ids"], *ids]).removeprefix("the cat")
@@ -68,10 +68,6 @@ def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, promp
     assert report(generate("the cat", "--json", model=model))["text"] == text
     assert generate("the cat", model=model).stdout == text + "\n"
     assert report(generate("--prompts", prompt_lines("the cat"), "--json", model=model))["text"] == text
-
-
-def test_special_tokens_before_an_answer_do_not_cost_its_space(sentencepiece):
-    _, tokenizer = sentencepiece
     assert Detokenizer(tokenizer, [1, *[0] * 20]).whole([2, 3]) == " cat sat"
     assert Detokenizer(tokenizer, [0] * 20).whole([2, 3]) == "cat sat", "nothing stands before it"
 
@@ -114,18 +110,12 @@ def test_an_answer_that_was_begun_is_gone_on_with(generate, templated, prompt_li
     assert found["token_ids"] == report(generate("<user>one|<assistant>two th", "--raw", "--json"))["token_ids"]
 
 
-@pytest.fixture
-def moody(templated, tmp_path, edited):
-    """A template that takes an argument, and refuses some roles."""
-    copy = edited(templated, tmp_path / "moody")
-    (copy / "chat_template.jinja").write_text(
+def test_a_template_gets_its_arguments_and_may_refuse(generate, templated, tmp_path, edited, prompt_lines):
+    moody = edited(templated, tmp_path / "moody")
+    (moody / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m['role'] == 'pirate' %}{{ raise_exception('no pirates') }}{% endif %}"
         "{{ m['content'] }}{% endfor %}({{ mood }})"
     )
-    return copy
-
-
-def test_a_template_gets_its_arguments_and_may_refuse(generate, moody, prompt_lines):
     spoken = generate("hello", "--chat-template-kwargs", '{"mood": "sad"}', model=moody).stdout
     assert spoken == generate("hello(sad)", "--raw", model=moody).stdout
     assert spoken != generate("hello", model=moody).stdout

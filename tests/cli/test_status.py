@@ -164,10 +164,8 @@ def test_what_the_library_logs_is_what_it_is_doing(on_a_terminal, capsys):
     with terminal():
         logging.getLogger("lade.tuning.cost_cache").info("measuring the cost of a step")
         logging.getLogger("lade.tuning.cost_cache").debug("details")
-    assert texts(capsys.readouterr().err) == [
-        "starting: importing torch and transformers",
-        "measuring the cost of a step",
-    ]
+    said = texts(capsys.readouterr().err)
+    assert said == ["starting: importing torch and transformers", "measuring the cost of a step"]
     with terminal(Output(debug=True)):
         logging.getLogger("lade.tuning.cost_cache").debug("details")
     assert "lade.tuning.cost_cache: details" in capsys.readouterr().err

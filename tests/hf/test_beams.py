@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAD, PAPER, PAPERS, VOCABULARY, assert_same_beams, assert_same_cache, both, padded, windowed
 from spies import answered, failing, watched
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -185,14 +185,6 @@ class Recorder(LogitsProcessor):
         return scores + 0.5 * bend * torch.arange(scores.shape[-1]).remainder(5)
 
 
-class Ended(StoppingCriteria):
-    """Ends a text that says the same token twice, and all texts once many have the same last token."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        last = input_ids[:, -1]
-        return (last == input_ids[:, -2]) | ((last == last.mode().values).sum() > 10)
-
-
 @one_or_several
 def test_a_processor_of_the_user_sees_the_same_calls(prompts):
     recorders = Recorder(), Recorder()
@@ -204,13 +196,19 @@ def test_a_processor_of_the_user_sees_the_same_calls(prompts):
     torch.testing.assert_close([scores for _, scores in plain], [scores for _, scores in ours])
 
 
+def ended(input_ids, scores, **kwargs):
+    """Ends a text that says the same token twice, and all texts once many have the same last token."""
+    last = input_ids[:, -1]
+    return (last == input_ids[:, -2]) | ((last == last.mode().values).sum() > 10)
+
+
 @pytest.mark.slow
 @one_or_several
 def test_criteria_of_the_user(prompts):
     """A prompt whose texts have all been ended goes on until the others have been, too."""
     lengths = set()
     for family in ("llama", "qwen3", "gpt2"):
-        criteria = {"stopping_criteria": [Ended()], "max_new_tokens": 60}
+        criteria = {"stopping_criteria": [ended], "max_new_tokens": 60}
         ours = assert_same(MODELS[family], prompts, num_beams=4, **criteria)
         lengths |= {(family, int(row)) for row in (ours.beam_indices >= 0).sum(dim=1)}
     assert len(lengths) > 3 or prompts is ONE
@@ -357,13 +355,12 @@ def test_what_only_the_adaptive_method_knows_is_refused(name, config, prompts):
 
 @one_or_several
 def test_an_error_on_the_way_leaves_stats_of_what_was_done(prompts):
-    class Failing(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            if input_ids.shape[1] == IDS.shape[1] + 4:
-                raise RuntimeError("the user's own")
-            return scores
+    def fail(input_ids, scores):
+        if input_ids.shape[1] == IDS.shape[1] + 4:
+            raise RuntimeError("the user's own")
+        return scores
 
-    stats, arguments = Stats(), {"num_beams": 2, "max_new_tokens": 10, "logits_processor": [Failing()]}
+    stats, arguments = Stats(), {"num_beams": 2, "max_new_tokens": 10, "logits_processor": [fail]}
     with pytest.raises(RuntimeError, match="the user's own"):
         lade.generate(LLAMA, **padded(prompts), lookahead=PAPER, stats=stats, **arguments)
     assert stats.new_tokens == 5 * len(prompts) and sum(stats.accepted) == 4 * len(prompts)

@@ -131,16 +131,6 @@ def in_training(model: Any) -> Callable[[], object]:
     return model.eval
 
 
-def hooked(model: Any) -> Callable[[], object]:
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: by_tokens(output))
-    return hook.remove
-
-
-def hooked_before(model: Any) -> Callable[[], object]:
-    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda module, inputs: (by_tokens(inputs[0]),))
-    return hook.remove
-
-
 def replaced(model: Any) -> Callable[[], object]:
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
@@ -152,22 +142,6 @@ def replaced_in_its_class(model: Any) -> Callable[[], object]:
     forward = LlamaMLP.forward
     LlamaMLP.forward = lambda self, states: by_tokens(forward(self, states))
     return partial(setattr, LlamaMLP, "forward", forward)
-
-
-def rounding(model: Any) -> Callable[[], object]:
-    layer = model.model.layers[1].mlp.down_proj
-    layer.__class__ = Rounding
-    return partial(setattr, layer, "__class__", nn.Linear)
-
-
-def with_another_kernel(model: Any) -> Callable[[], object]:
-    force_attention(model, "flash_attention_2")
-    return partial(setattr, model.config, "_attn_implementation", "sdpa")
-
-
-def both_ways(model: Any) -> Callable[[], object]:
-    model.config.use_bidirectional_attention = True
-    return partial(delattr, model.config, "use_bidirectional_attention")
 
 
 REFUSED = {

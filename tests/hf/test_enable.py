@@ -227,23 +227,16 @@ def test_what_asks_for_another_way_is_left_to_it_with_one_warning(model, argumen
         model.generate(IDS, max_new_tokens=12, **arguments)
 
 
-def test_ranks_that_go_on_together_are_left_to_it(model):
-    for lookahead, problem in (
-        (PAPER, "synced_gpus=True makes all ranks run as many passes"),
-        ("auto", "process group"),
-    ):
+def test_ranks_that_go_on_together_and_continuous_batching_are_left_to_it(model, monkeypatch):
+    failing(monkeypatch, type(model), "generate_batch", AssertionError("it was begun, without a look at lookahead"))
+    lade.enable(model, PAPER)
+    with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
+        model.generate(IDS, max_new_tokens=5, cache_implementation="paged")
+    for lookahead, problem in ((PAPER, "synced_gpus=True makes all ranks run as many"), ("auto", "process group")):
         lade.enable(model, lookahead)
         with warnings.catch_warnings(), pytest.raises(ValueError, match=problem):
             warnings.simplefilter("ignore", lade.FallbackWarning)
             model.generate(IDS, max_new_tokens=5, synced_gpus=True)
-
-
-def test_continuous_batching_is_left_to_it(model, monkeypatch):
-    """It begins and ends within `generate`, without a look at `custom_generate`."""
-    failing(monkeypatch, type(model), "generate_batch", AssertionError("it was begun"))
-    lade.enable(model, PAPER)
-    with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
-        model.generate(IDS, max_new_tokens=5, cache_implementation="paged")
 
 
 def test_what_cannot_be_enabled_is_refused_at_once_and_a_model_in_training_falls_back():

@@ -188,6 +188,7 @@ def test_arguments_that_nothing_would_use_are_refused(arguments, problem, messag
         ({"adaptive": True, "budget": 8}, "leave out only=True"),
         ({"prompt_ngrams": False}, "^prompt_ngrams=False .*leave out only=True"),
         ({"seed": 3}, "^seed=3 .*leave out only=True"),
+        ({"sources": [type("Wide", (Several,), {"continuations": 0})()]}, "^continuations=0 .*>= 1"),
     ],
 )
 def test_only_goes_with_sources_and_nothing_else(fields, message):
@@ -201,8 +202,3 @@ def test_a_config_with_only_can_be_copied_and_its_neighbours_are_allowed():
     assert not config.adaptive and config.method.name == "sources"
     with pytest.raises(ConfigError, match=r"^window=8"):
         dataclasses.replace(config, window=8)
-
-
-def test_the_number_of_continuations_is_checked():
-    with pytest.raises(ConfigError, match=r"^continuations=0 .*>= 1"):
-        LookaheadConfig(sources=[type("Wide", (Several,), {"continuations": 0})()])

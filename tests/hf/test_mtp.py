@@ -249,19 +249,11 @@ def test_the_cheaper_part_of_the_head_is_computed(drafted_by, seconds):
     assert habits.cost.seconds(8) == pytest.approx(seconds[False], rel=0.02)
 
 
-def test_the_seconds_of_passes_are_known(drafted_by):
-    plain = MODEL.generate(PROMPT, max_new_tokens=80)
-    passes = drafted_by(KnowsTexts(plain.tolist()), clock=Told(0.5))
-    assert passes.spent_s == 0.0
-    steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
-    spent = [passes.spent_s for _ in steps]
-    assert spent.count(1.5) > 5, "three passes of half a second each"
-
-
 @pytest.mark.one_in(3)
 def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(drafted_by, monkeypatch):
     plain, habits, observed = MODEL.generate(PROMPT, max_new_tokens=80), MtpHabits(), []
     passes = drafted_by(KnowsTexts(plain.tolist()), habits, clock=Told(0.5))
+    assert passes.spent_s == 0.0
 
     class Observes:
         def decide(self, candidates, emitted):
@@ -273,7 +265,7 @@ def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(drafted_by, 
     monkeypatch.setattr(session, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Observes(), **named))
     lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
-    assert any(spent_s == 1.5 for spent_s, *_ in observed)
+    assert sum(spent_s == 1.5 for spent_s, *_ in observed) > 5, "three passes of half a second each"
     assert MtpPasses(KnowsTexts([]), habits, Told(0.5)).rate == passes.rate > 0.0
 
 

@@ -33,14 +33,9 @@ def only_even(batch: int, input_ids: torch.Tensor) -> list[int]:
     return list(range(0, 32, 2)) if int(input_ids[-1]) % 2 else list(range(32))
 
 
-class StopAtSum:
+def stop_at_sum(total: int) -> Callable[..., torch.Tensor]:
     """A user's criterion: ends when the last two ids add up to a number."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -2:].sum(dim=-1) == self.total
+    return lambda input_ids, scores, **kwargs: input_ids[:, -2:].sum(dim=-1) == total
 
 
 class CountedPenalty:
@@ -62,7 +57,7 @@ options = st.fixed_dictionaries(
         "forced_bos_token_id": tokens,
         "prefix_allowed_tokens_fn": st.just(only_even),
         "eos_token_id": st.lists(tokens, min_size=1, max_size=4, unique=True),
-        "stopping_criteria": st.integers(0, 62).map(StopAtSum).map(lambda criterion: [criterion]),
+        "stopping_criteria": st.integers(0, 62).map(stop_at_sum).map(lambda criterion: [criterion]),
         "logits_processor": st.just(CountedPenalty),
     },
 )
