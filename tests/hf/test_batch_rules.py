@@ -204,11 +204,7 @@ class UsersCriterion(StoppingCriteria):
 
 @pytest.mark.parametrize(
     ("processors", "criteria"),
-    [
-        ([lambda input_ids, scores: scores], []),
-        ([Users(0.5)], []),
-        ([], [UsersCriterion(), one_of("EosTokenCriteria")]),
-    ],
+    [([lambda ids, scores: scores], []), ([Users(0.5)], []), ([], [UsersCriterion(), one_of("EosTokenCriteria")])],
 )
 def test_what_a_user_wrote_is_shown_all_rows(processors, criteria):
     assert go_together(processors, criteria)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from inside import force_attention
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from same_as_plain import PAPER
@@ -131,8 +130,12 @@ def in_training(model: Any) -> Callable[[], object]:
     return model.eval
 
 
+def mlp_of(model: Any) -> Any:
+    return model.model.layers[1].mlp
+
+
 def replaced(model: Any) -> Callable[[], object]:
-    mlp = model.model.layers[1].mlp
+    mlp = mlp_of(model)
     forward = mlp.forward
     mlp.forward = lambda states: by_tokens(forward(states))
     return partial(delattr, mlp, "forward")
@@ -144,26 +147,38 @@ def replaced_in_its_class(model: Any) -> Callable[[], object]:
     return partial(setattr, LlamaMLP, "forward", forward)
 
 
-REFUSED = {
-    in_training: "random numbers",
-    hooked: "tree pass",
-    hooked_before: "tree pass",
-    replaced: "tree pass",
-    replaced_in_its_class: "tree pass",
-    rounding: "beside other tokens",
-    with_another_kernel: "attention kernel",
-    both_ways: "bidirectional",
+def instead(owner: Any, name: str, value: object) -> Callable[[], object]:
+    """Set an attribute; returns what takes that back."""
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
+    return partial(setattr, owner, name, before)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], Callable[[], object]]]] = {
+    "in training": ("random numbers", in_training),
+    "hooked": ("tree pass", lambda model: mlp_of(model).register_forward_hook(lambda *its: by_tokens(its[2])).remove),
+    "hooked before": (
+        "tree pass",
+        lambda model: mlp_of(model).register_forward_pre_hook(lambda mlp, inputs: by_tokens(inputs[0])).remove,
+    ),
+    "replaced": ("tree pass", replaced),
+    "replaced in its class": ("tree pass", replaced_in_its_class),
+    "rounding": ("beside other tokens", lambda model: instead(mlp_of(model).down_proj, "__class__", Rounding)),
+    "kernel": ("attention kernel", lambda model: instead(model.config, "_attn_implementation", "flash_attention_2")),
+    "both ways": ("bidirectional", lambda model: instead(model.config, "use_bidirectional_attention", True)),
 }
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_cannot_be_served_is_refused_as_long_as_it_is_there(change: Callable[[Any], Callable[[], object]]) -> None:
+@pytest.mark.parametrize(("reason", "change"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_served_is_refused_as_long_as_it_is_there(
+    reason: str, change: Callable[[Any], Callable[[], object]]
+) -> None:
     model = toy_model("llama")
     before = tokens(model)
     take_back = change(model)
     try:
-        assert REFUSED[change] in refusal(model)
-        assert REFUSED[change] in refusal(model), "the second time, too"
+        assert reason in refusal(model)
+        assert reason in refusal(model), "the second time, too"
     finally:
         take_back()
     assert tokens(model) == before
