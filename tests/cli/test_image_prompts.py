@@ -110,15 +110,12 @@ def test_a_server_answers_about_images(seeing, pictures, monkeypatch):
             while service.phase == "loading" and service.problem is None:
                 time.sleep(0.01)
             for order in (pictures, pictures[::-1]):
-                content = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in order]
+                urls = [f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for path in order]
+                content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
                 messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is it?"}]}]
                 body = {"messages": messages, "temperature": 0, "max_tokens": 20, "return_token_ids": True}
                 said = client.post("/v1/chat/completions", json=body).json()
                 assert said["choices"][0]["token_ids"] == answer(seeing, [user("What is it?", *order)])[0], said
-
-
-def data_url(path):
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 @pytest.mark.slow

@@ -7,21 +7,20 @@ import torch
 from shell_fixtures import SHORT, press_ctrl_c, saved, word_tokenizer
 from test_cli_errors import fails
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from lade import Memory
-from lade.cli.main import app
 from lade.decoding.kernels.layout import ORDERS
 from lade.hf.detokenizer import Detokenizer
 
 PROMPT = "say it again, say it"
 NEW = 16
+TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"}
 
 
 @pytest.fixture
 def generate(lade, folder):
-    def run(*arguments, model=folder, new=NEW, stdin=None):
-        return lade("generate", "-m", model, "-n", new, *arguments, stdin=stdin)
+    def run(*arguments, model=folder, new=NEW, **given):
+        return lade("generate", "-m", model, "-n", new, *arguments, **given)
 
     return run
 
@@ -199,7 +198,7 @@ def test_the_end_of_the_context_is_a_length(generate, with_position_table):
     prompt = "x" * (SHORT - 4)
     found = report(generate(prompt, "--json", model=with_position_table))
     assert found["new_tokens"] < NEW and found["finish_reason"] == "length"
-    assert f"context of {SHORT}" in on_a_terminal(with_position_table, prompt).stdout
+    assert f"context of {SHORT}" in generate(prompt, model=with_position_table, env=TERMINAL).stdout
 
 
 def test_an_interrupted_answer_says_so(generate, at_step):
@@ -208,16 +207,13 @@ def test_an_interrupted_answer_says_so(generate, at_step):
     assert result.exit_code == 130 and json.loads(result.stdout)["finish_reason"] == "interrupted"
 
 
-def on_a_terminal(model, prompt, *arguments):
-    words = ["generate", "-m", str(model), "-n", str(NEW), prompt, *arguments]
-    return CliRunner().invoke(app, words, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"})
-
-
-def test_a_terminal_shows_where_an_answer_begins_and_was_cut_off(folder, templated, generate, plain, tokenizer):
+def test_a_terminal_shows_where_an_answer_begins_and_was_cut_off(templated, generate, plain, tokenizer):
     text = tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], NEW))
-    shown = on_a_terminal(folder, PROMPT).stdout
+    shown = generate(PROMPT, env=TERMINAL).stdout
     assert f"[cut off: --max-new-tokens {NEW}]" in shown
-    assert "cut off" not in on_a_terminal(folder, PROMPT, "--stop", text[3:5]).stdout
+    assert "cut off" not in generate(PROMPT, "--stop", text[3:5], env=TERMINAL).stdout
     assert generate(PROMPT).stdout == text + "\n", "a pipe gets nothing but the text"
-    assert "hello\n\x1b[0m" in on_a_terminal(templated, "hello").stdout, "an answer is on a line of its own"
-    assert "hello\n\x1b[0m" not in on_a_terminal(folder, "hello").stdout
+    assert "hello\n\x1b[0m" in generate("hello", model=templated, env=TERMINAL).stdout, (
+        "an answer is on a line of its own"
+    )
+    assert "hello\n\x1b[0m" not in generate("hello", env=TERMINAL).stdout

@@ -8,12 +8,10 @@ import pytest
 from shell_fixtures import press_ctrl_c
 from spies import failing, watched
 from test_cli_errors import fails
-from typer.testing import CliRunner
 
 from lade import InputError, Memory
 from lade.cli import warm as module
 from lade.cli.loading import LoadedModel
-from lade.cli.main import app
 from lade.cli.warm import WarmResult
 from lade.memory import fingerprint_of
 from lade.stats import Stats
@@ -35,8 +33,8 @@ def out(tmp_path):
 
 @pytest.fixture
 def warm(lade, folder, prompts, out):
-    def run(*arguments, prompts=prompts):
-        return lade("warm", "-m", folder, "--prompts", prompts, "--out", out, "-n", NEW, *arguments)
+    def run(*arguments, env=None):
+        return lade("warm", "-m", folder, "--prompts", prompts, "--out", out, "-n", NEW, *arguments, env=env)
 
     return run
 
@@ -150,10 +148,8 @@ def test_it_saves_now_and_then(warm, out, monkeypatch):
     assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
 
 
-def test_a_bar_on_a_terminal(folder, prompts, out):
-    arguments = ["warm", "-m", str(folder), "--prompts", str(prompts), "--out", str(out), "-n", str(NEW)]
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
-    result = CliRunner().invoke(app, arguments, env=terminal)
+def test_a_bar_on_a_terminal(warm):
+    result = warm(env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"})
     assert result.exit_code == 0, result.output
     assert "3/3" in result.stderr and "tokens per step" in result.stderr
 

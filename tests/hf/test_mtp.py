@@ -7,7 +7,7 @@ import pytest
 import torch
 from mtp_toys import heard, llama, llama_with_mtp, load
 from same_as_plain import assert_same_tokens
-from transformers import AutoTokenizer, LogitsProcessor
+from transformers import AutoTokenizer
 
 import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
@@ -35,11 +35,9 @@ def model(tmp_path_factory):
     return llama_with_mtp(tmp_path_factory.mktemp("mtp"))
 
 
-class Users(LogitsProcessor):
-    """Forbids what stood four tokens before."""
-
-    def __call__(self, input_ids, scores):
-        return scores.scatter(1, input_ids[:, -4:-3], float("-inf")) if input_ids.shape[1] > 4 else scores
+def users(input_ids, scores):
+    """A user's processor: it forbids what stood four tokens before."""
+    return scores.scatter(1, input_ids[:, -4:-3], float("-inf")) if input_ids.shape[1] > 4 else scores
 
 
 WAYS = {
@@ -47,7 +45,7 @@ WAYS = {
     "sampled": {"do_sample": True, "temperature": 0.6},
     "penalised": {"repetition_penalty": 1.3},
     "sampled and penalised": {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2, "top_k": 9},
-    "users": {"logits_processor": [Users()]},
+    "users": {"logits_processor": [users]},
 }
 
 
@@ -63,12 +61,10 @@ def test_one_row(model, way, config):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("config", [BUDGET, LookaheadConfig()])
 def test_batches(model, way, config):
-    arguments = dict(WAYS[way])
-    if arguments.pop("logits_processor", None):  # rows that others' processors see together go in lock-step
+    if way == "users":  # rows that others' processors see together go in lock-step
         config = LookaheadConfig(budget=10)
-        arguments["logits_processor"] = [Users()]
     end = int(model.generate(**PROMPTS, max_new_tokens=NEW)[1, 20])
-    assert_same_tokens(model, config, **PROMPTS, max_new_tokens=NEW, eos_token_id=end, pad_token_id=0, **arguments)
+    assert_same_tokens(model, config, **PROMPTS, max_new_tokens=NEW, eos_token_id=end, pad_token_id=0, **WAYS[way])
 
 
 def test_float32_and_chunked_prompts(tmp_path):
@@ -376,7 +372,7 @@ def test_where_it_is_not_run_the_memory_drafts_alone(model):
     with pytest.raises(UnsupportedArgumentError, match="mtp with num_beams"):
         lade.generate(model, PROMPT, lookahead=LookaheadConfig(mtp=True), **beams)
     with pytest.raises(UnsupportedArgumentError, match="mtp=True cannot be used: rows in lock-step"):
-        lade.generate(model, **PROMPTS, logits_processor=[Users()], lookahead=BUDGET, pad_token_id=0, max_new_tokens=9)
+        lade.generate(model, **PROMPTS, logits_processor=[users], lookahead=BUDGET, pad_token_id=0, max_new_tokens=9)
 
 
 def test_switched_off_nothing_is_loaded(tmp_path):
