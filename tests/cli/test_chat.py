@@ -1,6 +1,6 @@
 import pytest
 import torch
-from shell_fixtures import press_ctrl_c
+from shell_fixtures import CONTEXT, press_ctrl_c
 
 from lade.cli.conversation import Conversation
 from lade.cli.loading import load
@@ -8,8 +8,6 @@ from lade.cli.options.model import Loading, Template
 from lade.cli.run import Generation, decode
 from lade.cli.terminal import terminal
 from lade.errors import InputError
-
-CONTEXT = 512  # of the model in conftest.py
 
 
 class Chat(Conversation):

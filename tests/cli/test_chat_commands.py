@@ -148,12 +148,9 @@ def test_an_answer_that_was_cut_is_marked(chat, templated, tmp_path, edited, pla
     assert stopped.answers == [answer] and "[cut" not in stopped.stderr
 
 
-def test_text_of_several_lines_is_one_turn(chat, plainly):
+def test_commands_take_what_they_take_and_text_of_several_lines_is_one_turn(chat, plainly):
     result = chat('"""/what', "is", '  this"""', "one \\", "two")
     assert result.answers == plainly(["/what\nis\n  this", "one \ntwo"])
-
-
-def test_commands_take_what_they_take(chat):
     result = chat("/reset now", "/quit later", "/etc", "/image", "/exit")
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error", "unknown"))]
     assert lines == [

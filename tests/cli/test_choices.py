@@ -209,12 +209,9 @@ def test_range_checks_take_what_is_just_in_range():
         Choices(num_beams=-1).settled()
 
 
-def test_a_chat_stops_and_penalises(lade, folder, generate):
+def test_a_chat_stops_and_penalises_and_has_no_beams(lade, folder, generate):
     flags = ["--stop", "a", "--stop", "e", "--repetition-penalty", 1.3]
     result = lade("chat", "-m", folder, "-n", NEW, *flags, stdin="hello\n")
     assert result.stdout == generate(*flags, prompt="hello")["text"] + "\n"
-
-
-def test_a_chat_has_no_beams(lade, folder):
     fails(lade("chat", "-m", folder, "--num-beams", 2), "--num-beams 2", "lade generate")
     assert lade("chat", "-m", folder, "--num-beams", 1, stdin="").exit_code == 0

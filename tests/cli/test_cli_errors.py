@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+from shell_fixtures import CONTEXT
 
 from lade.cli.generate import Asked
 from lade.errors import InputError
-
-CONTEXT = 512  # of the model in conftest.py
 
 
 def fails(result, *words):

@@ -72,13 +72,6 @@ def test_flags_are_shown_alike_without_a_type():
         assert not any(re.search(r"<[a-z]+>|BOOLEAN", line) for line in shown(*command)), command
 
 
-def test_one_thing_has_one_name():
-    """Prompts, memories and seeds are given in the same way to every command that takes them."""
-    names = {name for _, parameter in every_option() for name in parameter.opts}
-    assert {"--prompts", "--memory", "--seed", "--inflate"} <= names
-    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts", "--padded"} & names
-
-
 def test_the_command_for_a_first_look_has_no_expert_options():
     names = {name for rows in panels(shown("demo")).values() for name, _ in rows}
     assert "--model" in names and not {"--revision", "--token", "--quantization"} & names
@@ -94,10 +87,14 @@ def every_option():
     return list(options(typer.main.get_command(app), "lade"))
 
 
-def test_every_option_has_a_help():
+def test_every_option_has_a_help_and_one_thing_has_one_name():
+    """Prompts, memories and seeds are given in the same way to every command that takes them."""
     for name, parameter in every_option():
         assert parameter.help, name
         assert not re.match("(Same as|Of the|As for|See) ", parameter.help), name
+    names = {name for _, parameter in every_option() for name in parameter.opts}
+    assert {"--prompts", "--memory", "--seed", "--inflate"} <= names
+    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts", "--padded"} & names
 
 
 @pytest.mark.parametrize(

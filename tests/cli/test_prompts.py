@@ -213,7 +213,5 @@ def test_a_terminal_shows_where_an_answer_begins_and_was_cut_off(templated, gene
     assert f"[cut off: --max-new-tokens {NEW}]" in shown
     assert "cut off" not in generate(PROMPT, "--stop", text[3:5], env=TERMINAL).stdout
     assert generate(PROMPT).stdout == text + "\n", "a pipe gets nothing but the text"
-    assert "hello\n\x1b[0m" in generate("hello", model=templated, env=TERMINAL).stdout, (
-        "an answer is on a line of its own"
-    )
+    assert "hello\n\x1b[0m" in generate("hello", model=templated, env=TERMINAL).stdout, "an answer is on its own line"
     assert "hello\n\x1b[0m" not in generate("hello", env=TERMINAL).stdout

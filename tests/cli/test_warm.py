@@ -5,7 +5,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from shell_fixtures import press_ctrl_c
+from shell_fixtures import CONTEXT, press_ctrl_c
 from spies import failing, watched
 from test_cli_errors import fails
 
@@ -16,7 +16,6 @@ from lade.cli.warm import WarmResult
 from lade.memory import fingerprint_of
 from lade.stats import Stats
 
-CONTEXT = 512  # of the model in conftest.py
 TEXTS = ["say it again, say it", "one two three", "say it again, say it"]
 NEW = 24
 

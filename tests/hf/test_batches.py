@@ -179,7 +179,7 @@ def test_rows_that_have_ended_are_not_fed(passes, ending):
     assert sum(rows) == stats.steps
 
 
-def test_prompts_are_fed_together_and_those_that_are_alike_once(passes):
+def test_prompts_are_fed_together_those_that_are_alike_once_and_those_of_very_unlike_lengths_apart(passes):
     short, long = random_texts(5, 9)
     texts = [long, short, long, random_texts(9, seed=3)[0], short]
     arguments = {**padded(texts), "max_new_tokens": 4, "pad_token_id": PAD}
@@ -188,9 +188,7 @@ def test_prompts_are_fed_together_and_those_that_are_alike_once(passes):
     passes.clear()
     lade.generate(MODELS["llama"], lookahead=PAPER, do_sample=True, num_return_sequences=3, **arguments)
     assert passes[0] == (3, 9) and passes[1][0] == 15
-
-
-def test_prompts_of_very_unlike_lengths_are_fed_apart(passes):
+    passes.clear()
     assert_same(MODELS["llama"], **padded(random_texts(4, 90, 7, 84)), max_new_tokens=10)
     assert passes[0] == (4, 90), "plain decoding's own"
     assert passes[10:12] == [(2, 7), (2, 90)]
@@ -347,17 +345,11 @@ def test_a_batch_is_not_streamed(lookahead):
             lade.stream(MODELS["llama"], lookahead=lookahead, max_new_tokens=5, **arguments, **more)
 
 
-@pytest.mark.parametrize(
-    ("mask", "said"),
-    [
-        ([[1, 1, 1], [1, 1, 0]], "an attention_mask that ends with 0"),
-        ([[1, 1, 1], [0, 0, 0]], "an attention_mask of zeros"),
-    ],
-)
-def test_a_mask_that_leaves_no_text_to_continue(mask, said):
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    with pytest.raises(UnsupportedArgumentError, match=said):
-        lade.generate(MODELS["llama"], ids, attention_mask=torch.tensor(mask), max_new_tokens=5, lookahead=PAPER)
+@pytest.mark.parametrize(("second", "said"), [([1, 1, 0], "that ends with 0"), ([0, 0, 0], "of zeros")])
+def test_a_mask_that_leaves_no_text_to_continue(second, said):
+    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 1], second])
+    with pytest.raises(UnsupportedArgumentError, match=f"an attention_mask {said}"):
+        lade.generate(MODELS["llama"], ids, attention_mask=mask, max_new_tokens=5, lookahead=PAPER)
 
 
 def test_an_error_leaves_nothing_broken():

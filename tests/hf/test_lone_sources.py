@@ -100,12 +100,11 @@ class Several(Drafter):
         return [[number] * 2 for number in range(4)]
 
 
-class Endless(Drafter):
-    def propose(self, request, tokens, most):
-        return [[first] * 200 for first in range(8)]
-
-
 def test_alone_proposals_are_fed_as_they_are_up_to_a_bound():
+    class Endless(Drafter):
+        def propose(self, request, tokens, most):
+            return [[first] * 200 for first in range(8)]
+
     for drafter, fed in ((Several(), 7), (Endless(), 128)):
         stats, config = Stats(), LookaheadConfig(sources=[drafter], only=True)
         assert_same_tokens(MODEL, config, stats=stats, input_ids=PROMPTS[:1], max_new_tokens=20)
