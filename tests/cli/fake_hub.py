@@ -32,10 +32,9 @@ class FakeHub:
                 pass
 
             def do_GET(self) -> None:
-                hub.answer(self, body=True)
+                hub.answer(self)
 
-            def do_HEAD(self) -> None:
-                hub.answer(self, body=False)
+            do_HEAD = do_GET
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -51,18 +50,18 @@ class FakeHub:
             self._server.server_close()
             thread.join()
 
-    def answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = request.path.partition("?")[0]
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         self.requests.append((request.command, path, token))
         if "/tree/" in path or not ("/resolve/" in path or path.startswith("/api/models/")):
-            _send(request, 404, {"X-Error-Code": "EntryNotFound"}, b"")
+            self._send(request, 404, {"X-Error-Code": "EntryNotFound"})
         elif path.startswith("/api/models/"):
-            self._describe(request, path.removeprefix("/api/models/"), body=body)
+            self._describe(request, path.removeprefix("/api/models/"))
         else:
             name, _, rest = path.lstrip("/").partition("/resolve/")
             revision, _, file = rest.partition("/")
-            self._send_file(request, name, revision, file, body=body)
+            self._send_file(request, name, revision, file)
 
     def commit(self, name: str, revision: str) -> str:
         return self._folder(name, revision)[1]
@@ -75,39 +74,30 @@ class FakeHub:
                 return folder, commit
         return None, ""
 
-    def _describe(self, request: BaseHTTPRequestHandler, path: str, *, body: bool) -> None:
+    def _describe(self, request: BaseHTTPRequestHandler, path: str) -> None:
         name, _, revision = path.partition("/revision/")
         folder, commit = self._folder(name, revision or "main")
         if folder is None:
             kind = "RevisionNotFound" if name in self.repositories else "RepoNotFound"
-            return _send(request, 404, {"X-Error-Code": kind}, b"{}")
+            return self._send(request, 404, {"X-Error-Code": kind}, b"{}")
         files = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
         found = {"id": name, "modelId": name, "sha": commit, "siblings": files, "tags": [], "downloads": 0, "likes": 0}
-        return _send(request, 200, {"Content-Type": "application/json"}, json.dumps(found).encode() if body else b"")
+        return self._send(request, 200, {"Content-Type": "application/json"}, json.dumps(found).encode())
 
-    def _send_file(self, request: BaseHTTPRequestHandler, name: str, revision: str, file: str, *, body: bool) -> None:
+    def _send_file(self, request: BaseHTTPRequestHandler, name: str, revision: str, file: str) -> None:
         folder, commit = self._folder(name, revision)
         if folder is None or not (folder / file).is_file():
             kind = "EntryNotFound" if folder else "RepoNotFound"
-            return _send(request, 404, {"X-Error-Code": kind, "X-Repo-Commit": commit}, b"")
+            return self._send(request, 404, {"X-Error-Code": kind, "X-Repo-Commit": commit})
         data = (folder / file).read_bytes()
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
-        return _send(request, 200, headers, data, body=body, slowness=self.slowness)
+        return self._send(request, 200, headers, data)
 
-
-def _send(
-    request: BaseHTTPRequestHandler,
-    code: int,
-    headers: dict[str, str],
-    data: bytes,
-    *,
-    body: bool = True,
-    slowness: float = 0.0,
-) -> None:
-    request.send_response(code)
-    for name, value in {**headers, "Content-Length": str(len(data))}.items():
-        request.send_header(name, value)
-    request.end_headers()
-    for start in range(0, len(data) if body else 0, CHUNK):
-        request.wfile.write(data[start : start + CHUNK])
-        time.sleep(slowness)
+    def _send(self, request: BaseHTTPRequestHandler, code: int, headers: dict[str, str], data: bytes = b"") -> None:
+        request.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        for start in range(0, len(data) if request.command == "GET" else 0, CHUNK):
+            request.wfile.write(data[start : start + CHUNK])
+            time.sleep(self.slowness)

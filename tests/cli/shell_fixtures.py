@@ -54,6 +54,17 @@ def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     return made
 
 
+def word_tokenizer(*more: str) -> PreTrainedTokenizerFast:
+    """Words that carry their space, of which the decoder takes the first one off, as Llama's does; then `more`."""
+    words = ["</s>", *(f"▁{word}" for word in ("the", "cat", "sat", "on", "a", "mat")), *more]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
 def byte_model(kind: type[Any], config: type[Any], tokenizer: Any = None, seed: int = 3, **fields: Any) -> Any:
     """Random weights for the tokens of a byte tokenizer; a sequence of greedy tokens survives de- and encoding.
 
@@ -77,10 +88,10 @@ def byte_llama(tokenizer: Any = None, seed: int = 3) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def saved(model: Any, factory: pytest.TempPathFactory, name: str, template: str | None = None) -> Path:
+def saved(model: Any, factory: pytest.TempPathFactory, name: str, tokenizer: Any = None) -> Path:
     path = factory.mktemp("models") / name
     model.save_pretrained(path)
-    byte_tokenizer(template).save_pretrained(path)
+    (tokenizer or byte_tokenizer()).save_pretrained(path)
     return path
 
 
@@ -115,7 +126,7 @@ def with_position_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def templated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(byte_llama(), tmp_path_factory, "chatty", TEMPLATE)
+    return saved(byte_llama(), tmp_path_factory, "chatty", byte_tokenizer(TEMPLATE))
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +145,18 @@ def lade() -> Callable[..., Any]:
 
     def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, str] | None = None) -> Any:
         return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, env=env)
+
+    return run
+
+
+@pytest.fixture
+def report(lade: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the shell and return what it prints with `--json`: `report("info")`."""
+
+    def run(*arguments: object, code: int = 0, **given: Any) -> Any:
+        result = lade(*arguments, "--json", **given)
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
 
     return run
 
@@ -173,6 +196,18 @@ def edited() -> Callable[..., Path]:
         return target
 
     return copy
+
+
+@pytest.fixture
+def prompt_lines(tmp_path: Path) -> Callable[..., Path]:
+    """Write a file of prompts: texts, or whole objects."""
+
+    def write(*entries: str | dict[str, Any], name: str = "prompts.jsonl") -> Path:
+        whole = ({"prompt": entry} if isinstance(entry, str) else entry for entry in entries)
+        (tmp_path / name).write_text("".join(json.dumps(entry) + "\n" for entry in whole))
+        return tmp_path / name
+
+    return write
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """What one can say in a chat besides turns, and how a chat chooses tokens."""
 
-import shutil
-
 import pytest
 import torch
 from shell_fixtures import press_ctrl_c
 from spies import watched
 from test_cli_errors import fails
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
+from lade.cli.conversation import Conversation
 from lade.errors import UnsupportedArgumentError
 
 NEW = 12
@@ -38,10 +37,8 @@ def chat(lade, templated):
 
 
 @pytest.fixture
-def plainly(templated, tokenizer):
+def plainly(templated):
     """Answers of plain `model.generate` to the whole conversation, templated again for each turn."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(templated)
     model = LlamaForCausalLM.from_pretrained(templated)
 
@@ -92,11 +89,10 @@ def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat,
 
 
 def test_amid_a_conversation_it_changes_all_of_it(chat, plainly):
-    first, *_ = plainly(TURNS[:1])
+    (first,) = plainly(TURNS[:1])
     said = [{"role": "user", "content": TURNS[0]}, {"role": "assistant", "content": first.strip()}]
-    assert chat(TURNS[0], "/system be brief", TURNS[1]).answers == [
-        first, *plainly(TURNS[1:2], before=[*WITH_SYSTEM, *said]),
-    ]  # fmt: skip
+    second = plainly(TURNS[1:2], before=[*WITH_SYSTEM, *said])
+    assert chat(TURNS[0], "/system be brief", TURNS[1]).answers == [first, *second]
 
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
@@ -108,17 +104,14 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor
     [
         ("{% for m in messages if m['role'] != 'system' %}" + TEMPLATE[26:], "ignores system prompts"),
         (
-            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}" + TEMPLATE,
+            "{% if messages[0].role == 'system' %}{{ raise_exception('No system!') }}{% endif %}" + TEMPLATE,
             "No system!",
         ),
         (None, "chat template"),
     ],
 )
-def test_a_system_prompt_that_the_model_would_not_see_is_refused(
-    lade, chat, plainly, folder, tmp_path, template, words
-):
-    path = tmp_path / "m"
-    shutil.copytree(folder, path)
+def test_a_system_prompt_that_the_model_would_not_see_is_refused(lade, chat, folder, tmp_path, edited, template, words):
+    path = edited(folder, tmp_path / "m")
     if template:
         (path / "chat_template.jinja").write_text(template)
     result = chat("/system be brief", TURNS[0], path=path)
@@ -155,12 +148,9 @@ def test_an_answer_that_was_cut_is_marked(chat, templated, tmp_path, edited, pla
     assert stopped.answers == [answer] and "[cut" not in stopped.stderr
 
 
-def test_text_of_several_lines_is_one_turn(chat, plainly):
+def test_commands_take_what_they_take_and_text_of_several_lines_is_one_turn(chat, plainly):
     result = chat('"""/what', "is", '  this"""', "one \\", "two")
     assert result.answers == plainly(["/what\nis\n  this", "one \ntwo"])
-
-
-def test_commands_take_what_they_take(chat):
     result = chat("/reset now", "/quit later", "/etc", "/image", "/exit")
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error", "unknown"))]
     assert lines == [
@@ -175,8 +165,6 @@ def test_commands_take_what_they_take(chat):
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch, at_step, times):
     """Once: between two steps. Twice: amid a forward pass. Three times: also while the answer is taken up."""
-    from lade.cli.conversation import Conversation
-
     answered, pressed = Conversation.add_answer, []
 
     def press():
@@ -199,8 +187,6 @@ def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch
 
 
 def test_ctrl_c_that_comes_after_the_last_step_changes_nothing(chat, plainly, monkeypatch):
-    from lade.cli.conversation import Conversation
-
     watched(monkeypatch, Conversation, "add_answer", lambda *_: press_ctrl_c())
     result = chat(*TURNS)
     assert result.answers == plainly(TURNS) and "interrupted" not in result.stderr

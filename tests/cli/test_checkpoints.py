@@ -1,6 +1,5 @@
 """Checkpoints whose files hold nonsense: one line where they do not load. No code of theirs runs."""
 
-import json
 import pickle
 
 import pytest
@@ -33,32 +32,24 @@ HARMLESS = {
 }
 
 
-@pytest.fixture
-def broken(folder, tmp_path, edited):
-    def make(file, field, value):
-        return edited(folder, tmp_path / "broken", **{file: {field: value}})
-
-    return make
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("file", "field", "value", "words"), UNLOADABLE)
-def test_what_transformers_does_not_load_is_one_line(lade, broken, file, field, value, words):
-    copy = broken(file, field, value)
+def test_what_transformers_does_not_load_is_one_line(lade, folder, tmp_path, edited, file, field, value, words):
+    copy = edited(folder, tmp_path / "broken", **{file: {field: value}})
     fails(lade("generate", "-m", copy, "-p", "x", "-n", 3), "broken", words, f"{file}.json")
 
 
-def test_sizes_that_are_not_those_of_the_weights(lade, broken):
-    fails(lade("info", "-m", broken("config", "intermediate_size", 80)), "sizes in its config.json", "weights")
+def test_sizes_that_are_not_those_of_the_weights(lade, folder, tmp_path, edited):
+    copy = edited(folder, tmp_path / "m", config={"intermediate_size": 80})
+    fails(lade("info", "-m", copy), "sizes in its config.json", "weights")
 
 
-def test_what_plain_decoding_can_live_with_is_left_alone(lade, folder, tmp_path, edited, tokenizer):
+def test_what_plain_decoding_can_live_with_is_left_alone(report, folder, tmp_path, edited, tokenizer):
     copy = edited(folder, tmp_path / "m", generation_config=HARMLESS)
     ids = torch.tensor([tokenizer("hello")["input_ids"]])
     expected = AutoModelForCausalLM.from_pretrained(copy).generate(ids, max_new_tokens=12, do_sample=False)
-    result = lade("generate", "-m", copy, "-p", "hello", "-n", 12, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    found = report("generate", "-m", copy, "-p", "hello", "-n", 12)
+    assert found["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
 # --- nothing of a checkpoint runs ------------------------------------------------------------------------------------
@@ -80,12 +71,9 @@ def test_no_code_of_a_checkpoint_runs_unasked(lade, folder, tmp_path, edited):
         assert not marker.exists()
 
 
-class _Payload:
-    def __init__(self, marker):
-        self.marker = str(marker)
-
+class _Payload(str):
     def __reduce__(self):
-        return open, (self.marker, "w")
+        return open, (str(self), "w")
 
 
 def test_no_pickle_of_a_checkpoint_is_run(lade, folder, tmp_path, edited):

@@ -1,13 +1,13 @@
 """How `lade generate` and `lade chat` choose tokens: sampling, beams, penalties, stop texts."""
 
 import json
-import signal
 
 import pytest
 import torch
+from shell_fixtures import press_ctrl_c
 from test_cli_errors import fails
-from transformers import StoppingCriteria
 
+from lade.cli import run as decoding
 from lade.cli.options.decoding import Choices
 from lade.errors import ConfigError
 
@@ -17,13 +17,9 @@ CHECKPOINT = {"do_sample": False, "temperature": 1.7, "top_k": 12, "top_p": 0.9,
 
 
 @pytest.fixture
-def generate(lade, folder):
-    """The object that `lade generate --json` prints."""
-
+def generate(report, folder):
     def run(*arguments, path=folder, prompt=PROMPT):
-        result = lade("generate", "-m", path, "-p", prompt, "-n", NEW, "--json", *arguments)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
+        return report("generate", "-m", path, "-p", prompt, "-n", NEW, *arguments)
 
     return run
 
@@ -82,10 +78,9 @@ def test_a_seed_that_is_not_given_is_drawn_and_reported(lade, folder, generate):
     assert "seed" not in lade("generate", "-m", folder, "-p", PROMPT, "-n", 5).stderr
 
 
-def test_each_line_of_a_file_can_be_repeated_on_its_own(lade, folder, generate, tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", folder, "--prompts", file, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
+def test_each_line_of_a_file_can_be_repeated_on_its_own(lade, folder, generate, prompt_lines):
+    prompts = ["--prompts", prompt_lines("one", "two")]
+    result = lade("generate", "-m", folder, *prompts, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
     for line, prompt in zip(result.stdout.splitlines(), ("one", "two"), strict=True):
         report = json.loads(line)
         again = generate("--do-sample", "--top-k", 20, "--seed", report["seed"], prompt=prompt)
@@ -149,35 +144,22 @@ def test_sampled_beams_and_a_beam_that_ends_early(generate, expected, folder, mo
     assert report["new_tokens"] == len(report["token_ids"]) < NEW
 
 
-class _Interrupting(StoppingCriteria):
-    """Presses Ctrl-C at a length."""
-
-    def __init__(self, length, times):
-        self._length, self._times = length, times
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] == self._length:
-            for _ in range(self._times):
-                signal.raise_signal(signal.SIGINT)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder, monkeypatch, times, tokenizer):
-    from lade.cli import run as decoding
-
+def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(report, folder, monkeypatch, times, tokenizer):
     original, length = decoding.generate, len(tokenizer(PROMPT)["input_ids"]) + 6
 
+    def interrupting(input_ids, scores, **kwargs):
+        for _ in range(times if input_ids.shape[1] == length else 0):
+            press_ctrl_c()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
     def generate(*args, stopping_criteria, **kwargs):
-        return original(*args, stopping_criteria=[_Interrupting(length, times), *stopping_criteria], **kwargs)
+        return original(*args, stopping_criteria=[interrupting, *stopping_criteria], **kwargs)
 
     monkeypatch.setattr(decoding, "generate", generate)
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", NEW, "--json", "--num-beams", 2)
-    assert result.exit_code == 130
-    report = json.loads(result.stdout)
-    assert report["interrupted"] is True
-    assert report["new_tokens"] == len(report["token_ids"])
-    assert len(report["token_ids"]) == 0 if times == 2 else 1 <= len(report["token_ids"]) < NEW
+    found = report("generate", "-m", folder, "-p", PROMPT, "-n", NEW, "--num-beams", 2, code=130)
+    assert found["interrupted"] is True and found["new_tokens"] == len(found["token_ids"])
+    assert found["new_tokens"] == 0 if times == 2 else 1 <= found["new_tokens"] < NEW
 
 
 @pytest.mark.one_in(2)
@@ -227,12 +209,9 @@ def test_range_checks_take_what_is_just_in_range():
         Choices(num_beams=-1).settled()
 
 
-def test_a_chat_stops_and_penalises(lade, folder, generate):
+def test_a_chat_stops_and_penalises_and_has_no_beams(lade, folder, generate):
     flags = ["--stop", "a", "--stop", "e", "--repetition-penalty", 1.3]
     result = lade("chat", "-m", folder, "-n", NEW, *flags, stdin="hello\n")
     assert result.stdout == generate(*flags, prompt="hello")["text"] + "\n"
-
-
-def test_a_chat_has_no_beams(lade, folder):
     fails(lade("chat", "-m", folder, "--num-beams", 2), "--num-beams 2", "lade generate")
     assert lade("chat", "-m", folder, "--num-beams", 1, stdin="").exit_code == 0

@@ -1,15 +1,13 @@
 import json
-import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+from shell_fixtures import CONTEXT
 
 from lade.cli.generate import Asked
 from lade.errors import InputError
-
-CONTEXT = 512  # of the model in conftest.py
 
 
 def fails(result, *words):
@@ -110,28 +108,20 @@ def test_model_folders(generate, folder, tmp_path, edited):
     fails(generate(model=edited(folder, tmp_path / "t5", config={"model_type": "t5"})), "not a causal language model")
 
 
-def test_a_checkpoint_without_a_head_is_not_one_of_a_causal_model(generate, model, folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "m")
-    model.model.save_pretrained(tmp_path / "m")
-    fails(generate(model=tmp_path / "m"), "lm_head.weight")
-
-
-def test_tokenizers(generate, folder, tmp_path, edited):
+def test_checkpoints_without_a_head_or_a_tokenizer_of_the_model(generate, model, folder, tmp_path, edited):
+    model.model.save_pretrained(headless := edited(folder, tmp_path / "headless"))
+    fails(generate(model=headless), "lm_head.weight")
     for file in (copy := edited(folder, tmp_path / "mute")).glob("tokenizer*"):
         file.unlink()
     fails(generate(model=copy), "mute", "tokenizer")
     broken = edited(folder, tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     fails(generate(model=broken), "broken", "tokenizer")
-
-
-def test_a_tokenizer_of_another_model(generate, folder, tmp_path, edited):
-    copy = edited(folder, tmp_path / "m")
-    text = (copy / "tokenizer.json").read_text()
-    data = json.loads(text)
+    other = edited(folder, tmp_path / "other")
+    data = json.loads((other / "tokenizer.json").read_text())
     data["model"]["vocab"]["h"] = 4000
-    (copy / "tokenizer.json").write_text(json.dumps(data))
-    fails(generate("--method", "plain", model=copy), "4000", "257")
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    fails(generate("--method", "plain", model=other), "4000", "257")
 
 
 def test_a_hub_out_of_reach_is_said_at_once(generate, monkeypatch):
@@ -153,12 +143,8 @@ def test_the_other_commands(lade, folder, tmp_path):
     fails(lade("demo", "-m", folder, "-p", ""), "empty")
 
 
-def test_debug_shows_the_traceback(generate, tmp_path):
+def test_debug_shows_the_traceback_and_unknown_options_are_usage_errors(lade, generate, tmp_path):
+    assert generate("--no-such").exit_code == lade("nonsense").exit_code == 2
     result = generate("--debug", model=tmp_path)
     assert result.exit_code == 2
     assert "Traceback" in result.stderr and "error: model folder" in result.stderr.splitlines()[-1]
-
-
-def test_unknown_options_are_usage_errors(lade):
-    assert lade("generate", "--no-such").exit_code == 2
-    assert lade("nonsense").exit_code == 2

@@ -47,12 +47,9 @@ def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, a
         assert report["config"]["adaptive"] is True
     if "--budget" in arguments:
         assert report["config"]["budget"] == 6 and report["step_tokens_mean"] <= 6
-
-
-def test_one_token_has_no_speed(lade, folder):
-    report = json.loads(lade("generate", "-m", folder, "-p", PROMPT, "-n", 1, "--json").stdout)
-    assert (report["new_tokens"], report["steps"]) == (1, 0)
-    assert report["tokens_per_s"] is None and report["step_tokens_mean"] is None
+    one = json.loads(lade("generate", "-m", folder, "-p", PROMPT, "-n", 1, "--json", *arguments).stdout)
+    assert (one["new_tokens"], one["steps"]) == (1, 0)
+    assert one["tokens_per_s"] is None and one["step_tokens_mean"] is None, "it has no speed"
 
 
 def test_end_of_sequence_is_among_the_ids_and_not_in_the_text(lade, folder, plain, tokenizer, tmp_path, edited):
@@ -78,7 +75,9 @@ def test_a_checkpoint_that_wants_to_sample_is_decoded_greedily_without_a_word(
     assert not any(word in result.stderr for word in [*wishes, "max_length"])
 
 
-def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
+def test_jsonl_gives_an_object_a_line_and_other_files_are_one_prompt_as_they_are(
+    lade, folder, plain, tokenizer, tmp_path
+):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two"}\n\n{"prompt": "three é", "id": 3}\n')
     lines = lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout.splitlines()
@@ -86,19 +85,14 @@ def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
     assert [json.loads(line)["token_ids"] for line in lines] == [plain(tokenizer(t)["input_ids"], 12) for t in texts]
     result = lade("generate", "-m", folder, "--prompts", file, "-n", 12)
     assert result.stdout == "\n\n".join(json.loads(line)["text"] for line in lines) + "\n"
-
-
-def test_other_files_are_one_prompt_as_they_are(lade, folder, plain, tokenizer, tmp_path):
-    file = tmp_path / "prompt.json"
-    file.write_text("two\nlines\n")
-    report = json.loads(lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout)
+    other = tmp_path / "prompt.json"
+    other.write_text("two\nlines\n")
+    report = json.loads(lade("generate", "-m", folder, "--prompts", other, "-n", 12, "--json").stdout)
     assert report["token_ids"] == plain(tokenizer("two\nlines\n")["input_ids"], 12)
 
 
-def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", unsupported, "--prompts", file, "-n", 12, "--json")
+def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, prompt_lines):
+    result = lade("generate", "-m", unsupported, "--prompts", prompt_lines("one", "two"), "-n", 12, "--json")
     assert result.exit_code == 0
     (warning,) = result.stderr.splitlines()
     assert warning.startswith("GPTNeoForCausalLM is not supported, running at normal speed: its local attention")
@@ -114,37 +108,32 @@ def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, token
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
-def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, at_step):
+def test_ctrl_c_gives_what_there_is(lade, report, folder, plain, tokenizer, method, at_step):
     at_step(5, press_ctrl_c)
     before = signal.getsignal(signal.SIGINT)
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json", "--method", method)
-    assert result.exit_code == 130
-    report = json.loads(result.stdout)
-    assert report["interrupted"] is True
-    assert 6 <= report["new_tokens"] < 100 and report["steps"] == 5
-    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 100)[: report["new_tokens"]]
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--method", method)
-    assert result.exit_code == 130
-    assert result.stdout == report["text"] + "\n"
+    command = ["generate", "-m", folder, "-p", PROMPT, "-n", 100, "--method", method]
+    found = report(*command, code=130)
+    assert found["interrupted"] is True
+    assert 6 <= found["new_tokens"] < 100 and found["steps"] == 5
+    assert found["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 100)[: found["new_tokens"]]
+    result = lade(*command)
+    assert (result.exit_code, result.stdout) == (130, found["text"] + "\n")
     assert "interrupted" in result.stderr and "1 + 5 passes" in result.stderr
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, at_step):
+def test_a_second_ctrl_c_does_not_wait_for_the_step(report, folder, at_step):
     at_step(1, lambda: (press_ctrl_c(), press_ctrl_c()))
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json")
-    assert result.exit_code == 130
-    assert json.loads(result.stdout)["new_tokens"] == 1
+    assert report("generate", "-m", folder, "-p", PROMPT, "-n", 100, code=130)["new_tokens"] == 1
 
 
-def test_a_prediction_is_drafted_from(lade, folder, plain, tokenizer, tmp_path):
-    answer = plain(tokenizer(PROMPT)["input_ids"], 40)
-    expected, budget = tmp_path / "expected.txt", ["--budget", 16, "--max-new-tokens", 40, "--json"]
+def test_a_prediction_is_drafted_from(report, folder, plain, tokenizer, tmp_path):
+    answer, expected = plain(tokenizer(PROMPT)["input_ids"], 40), tmp_path / "expected.txt"
     expected.write_text(tokenizer.decode(answer), encoding="utf-8")
-    result = lade("generate", "--model", folder, "--prompt", PROMPT, "--prediction-file", expected, *budget)
-    report = json.loads(result.stdout)
-    assert report["token_ids"] == answer
-    assert report["predicted_tokens"] > 20 and report["tokens_per_step"] > 5
+    given = ["--prediction-file", expected, "--budget", 16, "--max-new-tokens", 40]
+    found = report("generate", "--model", folder, "--prompt", PROMPT, *given)
+    assert found["token_ids"] == answer
+    assert found["predicted_tokens"] > 20 and found["tokens_per_step"] > 5
 
 
 @pytest.mark.parametrize(
@@ -163,10 +152,9 @@ def test_a_prediction_without_use_is_refused(lade, folder, tmp_path, more, says)
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_of_16_bits_one_quiet_line_is_said(lade, folder, tmp_path, many):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{PROMPT} {number}"}) + "\n" for number in range(2)))
-    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *(["--prompts", prompts] if many else ["-p", PROMPT])]
+def test_of_16_bits_one_quiet_line_is_said(lade, folder, prompt_lines, many):
+    prompts = ["--prompts", prompt_lines(PROMPT, "another")] if many else ["-p", PROMPT]
+    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *prompts]
     line = "bfloat16: where two tokens score almost equally the output may differ from plain decoding; "
     remedy = "--invariant" if native.library() else "--dtype float32"  # without compiled kernels nothing is invariant
     said = lade(*ask, "--dtype", "bfloat16", "--no-invariant").stderr

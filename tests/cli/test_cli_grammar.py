@@ -17,34 +17,23 @@ SCHEMA = {
 LARK = 'start: "(" start ")" | "x"'
 
 
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    (tmp_path / "nested.lark").write_text(LARK)
-    return {
-        "schema": ["--json-schema", tmp_path / "schema.json"],
-        "lark": ["--grammar", tmp_path / "nested.lark"],
-        "regex": ["--regex", "[ab]{3}c"],
-    }
-
-
-MADE = {
-    "schema": library.Grammar.json_schema(SCHEMA),
-    "lark": library.Grammar.lark(LARK),
-    "regex": library.Grammar.regex("[ab]{3}c"),
+KINDS = {
+    "json-schema": (json.dumps(SCHEMA), library.Grammar.json_schema(SCHEMA)),
+    "grammar": (LARK, library.Grammar.lark(LARK)),
+    "regex": ("[ab]{3}c", library.Grammar.regex("[ab]{3}c")),
 }
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", MADE)
-def test_answers_follow_it(lade, folder, model, tokenizer, files, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_follow_it(report, folder, model, tokenizer, tmp_path, kind):
+    source, grammar = KINDS[kind]
+    (tmp_path / "source").write_text(source)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    more = {"max_new_tokens": 40, "logits_processor": [MADE[kind].processor(tokenizer)]}
+    more = {"max_new_tokens": 40, "logits_processor": [grammar.processor(tokenizer)]}
     plain = model.generate(ids, **more)[0, ids.shape[1] :].tolist()
-    common = ["--model", folder, "--max-new-tokens", 40, "--budget", 8, *files[kind]]
-    alone = lade("generate", "--prompt", PROMPT, "--json", *common)
-    assert alone.exit_code == 0, alone.output
-    assert json.loads(alone.stdout)["token_ids"] == plain
+    given = [f"--{kind}", source if kind == "regex" else tmp_path / "source", "--max-new-tokens", 40, "--budget", 8]
+    assert report("generate", "--model", folder, "--prompt", PROMPT, *given)["token_ids"] == plain
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`--invariant`: in bfloat16, too, the text is plain decoding's."""
 
-import json
-
 import pytest
 from spies import failing
 
@@ -22,16 +20,19 @@ HALF = ["--dtype", "bfloat16"]
 
 
 @pytest.mark.slow
-def test_generate_writes_what_plain_decoding_writes(lade, folder):
-    arguments = ["generate", "-m", folder, *HALF, "-p", PROMPT, "-n", 24, "--json", "--invariant"]
-    texts = [json.loads(lade(*arguments, *more).stdout)["token_ids"] for more in ([], ["--method", "plain"])]
+def test_generate_writes_what_plain_decoding_writes(report, folder):
+    arguments = ["generate", "-m", folder, *HALF, "-p", PROMPT, "-n", 24, "--invariant"]
+    texts = [report(*arguments, *more)["token_ids"] for more in ([], ["--method", "plain"])]
     assert texts[0] == texts[1] and len(texts[0]) == 24
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "doctor", "bench", "serve"])
-def test_an_attention_that_would_be_replaced_is_an_error(lade, folder, command):
+def test_an_attention_that_would_be_replaced_and_a_dtype_that_cannot_be_are_errors(lade, folder, command):
     result = lade(command, "-m", folder, "--invariant", "--attn-implementation", "eager")
     assert result.exit_code == 2 and "--invariant" in result.stderr
+    if command == "generate":
+        result = lade(command, "-m", folder, "--dtype", "float64", "-p", PROMPT, "--invariant")
+        assert result.exit_code == 2 and "cannot be made invariant" in result.stderr
 
 
 def loaded(folder, dtype, **wanted):
@@ -80,11 +81,6 @@ def test_a_server_makes_its_model_invariant(folder):
     assert [invariance_of(each.model) is not None for each in served] == [True, False]
 
 
-def test_what_cannot_be_is_an_error(lade, folder):
-    result = lade("generate", "-m", folder, "--dtype", "float64", "-p", PROMPT, "--invariant")
-    assert result.exit_code == 2 and "cannot be made invariant" in result.stderr
-
-
 def test_a_benchmark_of_an_invariant_model_allows_no_near_ties(lade, folder, tmp_path):
     result = lade("bench", "-m", folder, "--invariant", "--allow-near-ties", "--out", tmp_path / "out")
     assert result.exit_code != 0 and "an invariant model has none" in result.stderr
@@ -93,9 +89,8 @@ def test_a_benchmark_of_an_invariant_model_allows_no_near_ties(lade, folder, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", ["--pack", "--no-pack"])
-def test_a_benchmark_in_16_bits_finds_no_difference(lade, folder, tmp_path, pack):
-    prompts = tmp_path / "texts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"{PROMPT} {number}"}) for number in range(3)))
+def test_a_benchmark_in_16_bits_finds_no_difference(lade, folder, tmp_path, prompt_lines, pack):
+    prompts = prompt_lines(*(f"{PROMPT} {number}" for number in range(3)))
     methods = "hf,hf-prompt-lookup,plain,lookahead=3,4,5,adaptive=8"
     options = ["-w", prompts, "--methods", methods, "--out", tmp_path / "out", "-n", 40, "--invariant", pack]
     result = lade("bench", "-m", folder, *HALF, *options)

@@ -1,7 +1,6 @@
 """`lade demo`: one model, three methods, their answers equal; and where its model comes from."""
 
 import hashlib
-import json
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+import lade as library
 from lade.cli import demo
 from lade.cli.demo import METHODS, Demo, Lane
 from lade.cli.loading import load
@@ -67,7 +67,7 @@ def test_passes_of_several_tokens_are_coloured_in_turn():
     assert lane.text.plain == "abcdefg" and lane.passes == 4
 
 
-def test_in_a_pipe_it_is_text_and_one_honest_line(lade, folder, plain, tokenizer):
+def test_in_a_pipe_it_is_text_and_one_honest_line_and_code_for_a_model_of_ones_own(lade, folder, plain, tokenizer):
     result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.stdout and max(map(len, result.stdout.splitlines())) <= 80
@@ -76,26 +76,19 @@ def test_in_a_pipe_it_is_text_and_one_honest_line(lade, folder, plain, tokenizer
     assert "model.generate: 20 tokens in 20 passes" in text and "prompt lookup: 20 tokens in" in text
     assert "times as fast as model.generate" in text and "all 20 tokens equal." in text
     assert "measuring what passes take" in result.stderr, "it is not silent"
-
-
-def test_it_ends_with_the_lines_for_a_model_of_ones_own(lade, folder, tokenizer):
-    import lade as library
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    lines = lade("demo", "-m", folder, "-p", PROMPT, "-n", 4).stdout.splitlines()[-3:]
-    names = {"lade": library, "model": model, "inputs": tokenizer(PROMPT, return_tensors="pt")}
-    exec("\n".join(line.strip() for line in lines), names)
+    model, inputs = AutoModelForCausalLM.from_pretrained(folder), tokenizer(PROMPT, return_tensors="pt")
+    names = {"lade": library, "model": model, "inputs": inputs}
+    exec("\n".join(line.strip() for line in result.stdout.splitlines()[-3:]), names)
     assert names["output"].shape[0] == 1
 
 
-def test_json_has_all_answers(lade, folder, plain, tokenizer):
-    found = json.loads(lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--json").stdout)
+def test_json_has_all_answers(report, folder, plain, tokenizer):
+    found = report("demo", "-m", folder, "-p", PROMPT, "-n", 20)
     (answer,) = found["answers"]
     expected = plain(tokenizer(PROMPT)["input_ids"], 20)
     assert answer["question"] == PROMPT and all(answer[name]["token_ids"] == expected for name in METHODS)
-    assert found["same_tokens"] is True and found["speedups"]["lade"] == pytest.approx(
-        answer["model.generate"]["seconds"] / answer["lade"]["seconds"]
-    )
+    times = answer["model.generate"]["seconds"] / answer["lade"]["seconds"]
+    assert found["same_tokens"] is True and found["speedups"]["lade"] == pytest.approx(times)
 
 
 def test_without_a_model_offline_it_is_the_embedded_one_and_says_so(lade):
@@ -106,9 +99,8 @@ def test_without_a_model_offline_it_is_the_embedded_one_and_says_so(lade):
 
 def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
     add = Lane.add
-    monkeypatch.setattr(
-        Lane, "add", lambda self, tokens, piece: add(self, [9] if self.name == "lade" else tokens, piece)
-    )
+    wrong = lambda self, tokens, piece: add(self, [9] if self.name == "lade" else tokens, piece)  # noqa: E731
+    monkeypatch.setattr(Lane, "add", wrong)
     result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
     assert result.exit_code == 1 and "THE TEXTS DIFFER" in result.stderr and "times as fast" not in result.stdout
 

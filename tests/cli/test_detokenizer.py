@@ -2,8 +2,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from shell_fixtures import word_tokenizer
 
 from lade import Step
 from lade.cli.run import RUNS, Painter
@@ -18,63 +17,43 @@ TEXTS = [
 ]
 
 
-def chunks(ids, seed, largest):
-    rng, start = random.Random(seed), 0
+SENTENCEPIECE = word_tokenizer("s", ".", *(f"<0x{byte:02X}>" for byte in range(256)))
+
+
+def streamed(tokenizer, ids, seed, largest=5):
+    """The text of ids that come in pieces of random length."""
+    rng, detokenizer, pieces, start = random.Random(seed), Detokenizer(tokenizer), [], 0
     while start < len(ids):
         size = rng.randint(1, largest)
-        yield ids[start : start + size]
+        pieces.append(detokenizer.push(ids[start : start + size]))
         start += size
-
-
-def streamed(tokenizer, ids, seed, context=(), largest=5):
-    detokenizer = Detokenizer(tokenizer, context)
-    return [*(detokenizer.push(chunk) for chunk in chunks(ids, seed, largest)), detokenizer.flush()]
-
-
-@pytest.fixture(scope="module")
-def sentencepiece():
-    """Words that carry their space, of which the first of a text is taken off."""
-    words = ["</s>", *(f"▁{word}" for word in ("the", "cat", "sat", "on", "a", "mat")), "s", "."]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=False)
+    return "".join(pieces) + detokenizer.flush()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 @pytest.mark.parametrize("seed", range(5))
 def test_pieces_join_to_the_text(tokenizer, text, seed):
-    ids = tokenizer(text)["input_ids"]
-    assert "".join(streamed(tokenizer, ids, seed)) == text
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_words_with_spaces_join_to_the_decoded_ids(sentencepiece, seed):
-    rng = random.Random(seed)
-    ids = [rng.choice([0, *range(1, 9)]) for _ in range(100)]
-    assert "".join(streamed(sentencepiece, ids, seed)) == sentencepiece.decode(ids, skip_special_tokens=True)
+    assert streamed(tokenizer, tokenizer(text)["input_ids"], seed) == text
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("largest", [1, 4])
-def test_characters_made_of_byte_tokens_join_to_the_decoded_ids(sentencepiece, seed, largest):
+def test_words_with_spaces_and_characters_made_of_byte_tokens_join_to_the_decoded_ids(seed, largest):
     rng = random.Random(seed)
-    pieces = ["日", "é", "👍", "語", *([1, 2] if seed % 2 else [])]
-    ids = []
-    for piece in (rng.choice(pieces) for _ in range(60)):
-        ids += [piece] if isinstance(piece, int) else [9 + byte for byte in piece.encode()]
-    text = sentencepiece.decode(ids)
+    characters = [[9 + byte for byte in character.encode()] for character in "日é👍語"]
+    words = [[token] for token in range(9)]
+    pieces = (characters, words, [*characters, *words[1:3]], [*characters, *words])[seed % 4]
+    ids = [token for _ in range(60) for token in rng.choice(pieces)]
+    text = SENTENCEPIECE.decode(ids, skip_special_tokens=True)
     assert "\ufffd" not in text
-    assert "".join(streamed(sentencepiece, ids, seed, largest=largest)) == text
+    assert streamed(SENTENCEPIECE, ids, seed, largest) == text
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bytes_that_are_no_characters_do_no_harm(tokenizer, seed):
     rng = random.Random(seed)
     ids = [rng.randrange(1, 257) if rng.random() < 0.5 else tokenizer("é")["input_ids"][0] for _ in range(200)]
-    assert "".join(streamed(tokenizer, ids, seed)) == tokenizer.decode(ids)
+    assert streamed(tokenizer, ids, seed) == tokenizer.decode(ids)
 
 
 def test_a_character_is_held_back_until_it_is_complete_and_what_stands_before_it_is_not(tokenizer):

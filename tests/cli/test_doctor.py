@@ -11,6 +11,8 @@ from lade import machine
 from lade.cli import info
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.files import Records
+from lade.model.runner import EagerRunner
+from lade.model.supports import supports
 from lade.tuning import cost_cache
 
 
@@ -50,10 +52,8 @@ def saved(tmp_path):
     return read
 
 
-def test_it_examines_measures_and_tries(lade, folder, steady, saved):
-    result = lade("doctor", "-m", folder, "--seconds", 20, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+def test_it_examines_measures_and_tries(report, folder, steady, saved):
+    found = report("doctor", "-m", folder, "--seconds", 20)
     assert list(found) == ["machine", "versions", "model", "curve", "trial", "advice"]
     assert found["machine"]["kernels"] == "compiled"
     assert found["versions"]["torch"] == torch.__version__
@@ -72,9 +72,6 @@ def test_it_examines_measures_and_tries(lade, folder, steady, saved):
 
 
 def test_generation_finds_what_was_saved(lade, folder, model, saved):
-    from lade.model.runner import EagerRunner
-    from lade.model.supports import supports
-
     lade("doctor", folder, "--seconds", 3, "--no-pack")
     runner = EagerRunner(model, supports(model).require(), model.generation_config)
     assert cost_cache.step_cost_for(model, runner).seconds(64) == pytest.approx(knee(64))
@@ -99,11 +96,6 @@ def test_the_report_fits_80_columns(lade, folder):
     assert max(map(len, result.stdout.splitlines())) <= 80 and "what to change" in result.stdout
 
 
-def test_more_cached_tokens_than_the_model_has_positions_for(lade, folder):
-    found = json.loads(lade("doctor", "-m", folder, "--cached", 100_000, "--seconds", 2, "--json").stdout)
-    assert 500 < found["curve"]["cached"] < 512
-
-
 def test_ctrl_c_ends_it_after_the_parts_that_are_shown(lade, folder, steady, saved):
     steady["interrupt_at"] = 3
     result = lade("doctor", "-m", folder)
@@ -113,10 +105,8 @@ def test_ctrl_c_ends_it_after_the_parts_that_are_shown(lade, folder, steady, sav
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("--cached", "0"), ("--seconds", "0"), ("--seconds", "nan"), ("--threads", "0"),
-    ],
-)  # fmt: skip
+    [("--cached", "0"), ("--seconds", "0"), ("--seconds", "nan"), ("--threads", "0")],
+)
 def test_wrong_options_are_named_before_any_work(option, value, lade, folder, steady):
     result = lade("doctor", "-m", folder, option, value)
     assert result.exit_code == 2, result.output
@@ -124,8 +114,8 @@ def test_wrong_options_are_named_before_any_work(option, value, lade, folder, st
     assert steady["passes"] == 0
 
 
-def test_a_model_that_is_not_supported_is_not_measured(lade, unsupported, steady):
-    found = json.loads(lade("doctor", "-m", unsupported, "--json").stdout)
+def test_a_model_that_is_not_supported_is_not_measured(report, unsupported, steady):
+    found = report("doctor", "-m", unsupported)
     assert list(found) == ["machine", "versions", "model", "advice"] and not steady["passes"]
     assert found["advice"][0].startswith("The model is decoded plainly: its local attention layers")
 
@@ -135,21 +125,22 @@ def test_a_model_that_cannot_be_loaded_leaves_the_rest_of_the_report(lade, tmp_p
     assert result.exit_code == 2 and "kernels" in result.stdout and "transformers" in result.stdout
 
 
-def test_it_says_what_is_packed_and_invariant_and_why_not(lade, folder):
-    half = json.loads(lade("doctor", "-m", folder, "--dtype", "bfloat16", "--seconds", 2, "--json").stdout)["model"]
+def test_it_says_what_is_packed_and_invariant_and_why_not(report, folder):
+    half = report("doctor", "-m", folder, "--dtype", "bfloat16", "--seconds", 2)["model"]
     assert half["invariant"] and not half["not_invariant"]
-    found = json.loads(lade("doctor", "--pack", "--seconds", 2, "--json").stdout)["model"]
+    found = report("doctor", "--pack", "--seconds", 2)["model"]
     assert (found["packed_layers"], found["products"]) == (1, "1 in float32 by oneDNN")
     assert not found["not_packed"] and "rounding hardly ever shows" in found["not_invariant"]
-    plain = json.loads(lade("doctor", "--seconds", 2, "--json").stdout)["model"]
+    plain = report("doctor", "--seconds", 2)["model"]
     assert (plain["packed_layers"], plain["not_packed"]) == (0, "the embedded model is too small")
     assert not plain["captured"] and "CUDA" in plain["not_captured"]
     assert not plain["fused"] and "CUDA" in plain["not_fused"]
 
 
-def test_threads(lade, folder, saved):
+def test_threads_and_more_cached_tokens_than_the_model_has_positions_for(report, folder, saved):
     with torch_threads():
-        lade("doctor", "-m", folder, "--threads", 3, "--seconds", 2)
+        found = report("doctor", "-m", folder, "--threads", 3, "--cached", 100_000, "--seconds", 2)
+    assert 500 < found["curve"]["cached"] < 512
     assert [record["key"]["threads"] for record in saved()] == [3]
 
 

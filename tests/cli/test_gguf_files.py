@@ -1,7 +1,5 @@
 """`-m FILE.gguf` in the shell."""
 
-import json
-
 import pytest
 import transformers
 from made_gguf import written
@@ -12,7 +10,7 @@ pytestmark = [
         tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="GGUF files need transformers 5.23"
     ),
 ]
-PROMPT = ["-p", "the the the", "-n", 8, "--json"]
+PROMPT = ["-p", "the the the", "-n", 8]
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +18,14 @@ def file(tmp_path_factory):
     return written(tmp_path_factory.mktemp("gguf") / "made.gguf", "llama", "Q4_K", {"attn_v": "Q6_K"})
 
 
-def test_a_file_or_its_folder_is_a_model(lade, file):
-    found = [json.loads(lade("generate", "-m", where, *PROMPT).stdout) for where in (file, file.parent)]
-    plain = json.loads(lade("generate", "-m", file, *PROMPT, "--method", "plain").stdout)
+def test_a_file_or_its_folder_is_a_model_and_chat_uses_its_template(lade, report, file):
+    found = [report("generate", "-m", where, *PROMPT) for where in (file, file.parent)]
+    plain = report("generate", "-m", file, *PROMPT, "--method", "plain")
     assert found[0]["token_ids"] == found[1]["token_ids"] == plain["token_ids"] and plain["token_ids"]
-    facts = json.loads(lade("info", "-m", file, "--json").stdout)
+    facts = report("info", "-m", file)
     assert (facts["weights"], facts["dtype"]) == ("gguf", "bfloat16")
     assert "is packed already" in lade("pack", file, "--save", file.parent / "saved").stderr
-    assert json.loads(lade("generate", "-m", file, *PROMPT, "--dtype", "float32").stdout)["dtype"] == "float32"
-
-
-def test_chat_uses_the_files_template(lade, file):
+    assert report("generate", "-m", file, *PROMPT, "--dtype", "float32")["dtype"] == "float32"
     shown = lade("chat", "-m", file, "--max-new-tokens", 4, stdin="hello\n/quit\n")
     assert shown.exit_code == 0, shown.stderr
 

@@ -56,9 +56,10 @@ def test_generate_has_all_of_its_options_in_panels():
     assert list(found) == list(PANELS)
 
 
-@pytest.mark.parametrize("command", ["generate", "warm", "info", "doctor", "bench", "bench scaling"])
-def test_no_option_takes_more_than_a_few_lines_at_80_columns(command):
+@pytest.mark.parametrize("command", ["generate", "warm", "info", "doctor", "bench", "bench scaling", "chat", "demo"])
+def test_no_option_takes_more_than_a_few_lines_at_80_columns_and_there_is_an_example(command):
     lines = shown(*command.split())
+    assert command == "bench scaling" or any(f"Example:  lade {command} " in line for line in lines)
     assert max(map(len, lines)) <= 80
     for title, rows in panels(lines).items():
         for name, height in rows:
@@ -71,17 +72,9 @@ def test_flags_are_shown_alike_without_a_type():
         assert not any(re.search(r"<[a-z]+>|BOOLEAN", line) for line in shown(*command)), command
 
 
-def test_one_thing_has_one_name():
-    """Prompts, memories and seeds are given in the same way to every command that takes them."""
-    names = {name for _, parameter in every_option() for name in parameter.opts}
-    assert {"--prompts", "--memory", "--seed", "--inflate"} <= names
-    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts", "--padded"} & names
-
-
 def test_the_command_for_a_first_look_has_no_expert_options():
-    assert not {"--revision", "--token", "--quantization"} & {
-        name for rows in panels(shown("demo")).values() for name, _ in rows
-    }
+    names = {name for rows in panels(shown("demo")).values() for name, _ in rows}
+    assert "--model" in names and not {"--revision", "--token", "--quantization"} & names
 
 
 def every_option():
@@ -94,10 +87,14 @@ def every_option():
     return list(options(typer.main.get_command(app), "lade"))
 
 
-def test_every_option_has_a_help():
+def test_every_option_has_a_help_and_one_thing_has_one_name():
+    """Prompts, memories and seeds are given in the same way to every command that takes them."""
     for name, parameter in every_option():
         assert parameter.help, name
         assert not re.match("(Same as|Of the|As for|See) ", parameter.help), name
+    names = {name for _, parameter in every_option() for name in parameter.opts}
+    assert {"--prompts", "--memory", "--seed", "--inflate"} <= names
+    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts", "--padded"} & names
 
 
 @pytest.mark.parametrize(
@@ -112,11 +109,8 @@ def test_every_option_has_a_help():
     ],
 )
 def test_a_shell_completes_commands_options_and_values(words, expected):
-    variables = {
-        "_LADE_COMPLETE": "complete_bash",
-        "COMP_WORDS": " ".join(["lade", *words]),
-        "COMP_CWORD": str(len(words)),
-    }
+    variables = {"_LADE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["lade", *words])}
+    variables["COMP_CWORD"] = str(len(words))
     result = CliRunner().invoke(app, [], env=variables, prog_name="lade")
     assert result.stdout.split() == list(expected)
     assert "--install-completion" in "\n".join(shown())

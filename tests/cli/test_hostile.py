@@ -126,7 +126,6 @@ def test_a_bug_is_not_called_an_error_of_the_user(problem):
 
 def test_a_reader_that_goes_away_is_no_error(lade, monkeypatch):
     """As `head` does: the frame of all commands ends with it, without a word."""
-
     failing(monkeypatch, Asked, "read", BrokenPipeError(errno.EPIPE, "Broken pipe"))
     result = lade(*GENERATE)
     assert (result.exit_code, result.output) == (1, "")

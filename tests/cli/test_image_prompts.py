@@ -2,7 +2,6 @@
 
 import base64
 import copy
-import json
 import time
 from functools import partial
 
@@ -56,16 +55,8 @@ def tiny_llava(tokenizer):
     model.lm_head.weight.data *= letters
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    processor = LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        image_token=IMAGE,
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    )
-    return model, processor
+    tokens = {"image_token": IMAGE, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    return model, LlavaProcessor(images, tokenizer, patch_size=8, chat_template=TEMPLATE, **tokens)
 
 
 @pytest.fixture(scope="session")
@@ -89,9 +80,8 @@ def pictures(tmp_path_factory):
 def answer(folder, messages, new=20):
     """What plain `model.generate` makes of a conversation, as the processor's own documentation has it done."""
     model, processor = LlavaForConditionalGeneration.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    inputs = processor.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    asked = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(messages, **asked)
     output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
     ids = output[0, inputs["input_ids"].shape[1] :].tolist()
     return ids, processor.tokenizer.decode(ids, skip_special_tokens=True)
@@ -104,12 +94,11 @@ def user(text, *pictures):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [[], ["--method", "plain"], ["--window", 7, "--ngram", 4, "--guesses", 7]])
-def test_generate_answers_about_images(lade, seeing, pictures, options):
+def test_generate_answers_about_images(report, seeing, pictures, options):
     shown = [it for path in pictures for it in ("--image", path)]
-    said = lade("generate", "What is it?", *shown, "--model", seeing, "-n", 20, "--json", *options)
-    assert said.exit_code == 0, said.output
+    said = report("generate", "What is it?", *shown, "--model", seeing, "-n", 20, *options)
     ids, _ = answer(seeing, [user("What is it?", *pictures)])
-    assert json.loads(said.stdout)["token_ids"] == ids
+    assert said["token_ids"] == ids
     assert ids != answer(seeing, [user("What is it?", *pictures[::-1])])[0], "the images do nothing"
 
 
@@ -121,45 +110,42 @@ def test_a_server_answers_about_images(seeing, pictures, monkeypatch):
             while service.phase == "loading" and service.problem is None:
                 time.sleep(0.01)
             for order in (pictures, pictures[::-1]):
-                content = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in order]
+                urls = [f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for path in order]
+                content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
                 messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is it?"}]}]
                 body = {"messages": messages, "temperature": 0, "max_tokens": 20, "return_token_ids": True}
                 said = client.post("/v1/chat/completions", json=body).json()
                 assert said["choices"][0]["token_ids"] == answer(seeing, [user("What is it?", *order)])[0], said
 
 
-def data_url(path):
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 @pytest.mark.slow
-def test_what_images_do_not_go_with(lade, seeing, templated, pictures, tmp_path):
+def test_what_images_do_not_go_with(lade, seeing, templated, pictures, tmp_path, prompt_lines):
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     fails(lade(*ask, templated), "takes no images")
     fails(lade(*ask, seeing, "--raw"), "--image", "leave out --raw")
     fails(lade("generate", "hi", "--image", tmp_path / "none.png", "--model", seeing), "none.png", "No such file")
     (tmp_path / "text.png").write_text("no image")
     fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "text.png", "PNG")
-    lines = tmp_path / "two.jsonl"
-    lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    many = ("generate", "--prompts", lines, "--image", pictures[0], "--model", seeing)
+    many = ("generate", "--prompts", prompt_lines("a", "b"), "--image", pictures[0], "--model", seeing)
     fails(lade(*many), "--image", "single prompt")
+    said = chat(lade, seeing, "/image", "/image none.png", f"/image {pictures[0]}", "look", "/reset", "hi")
+    assert said.exit_code == 0
+    assert "/image needs a file" in said.output and "'none.png' cannot be read" in said.output
+    assert answer(seeing, [user("hi")], 12)[1] in said.stdout
+    said = chat(lade, templated, f"/image {pictures[0]}", "hi")
+    assert said.exit_code == 0 and "processor" in said.output
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named_with_the_line_that_installs_it(
-    lade, seeing, tokenizer, pictures, monkeypatch, tmp_path
-):
+def test_what_is_missing_is_named_with_what_installs_it(lade, seeing, tokenizer, pictures, monkeypatch, tmp_path):
     ask = ("generate", "hi", "--image", pictures[0], "--model")
-    with monkeypatch.context() as patch:
-        for module in (encoder, from_pretrained):
-            not_found(patch, module, "PIL")
-        fails(lade(*ask, seeing), "pip install pillow")
-    bare = tmp_path / "bare"
     model, processor = tiny_llava(tokenizer)
-    model.save_pretrained(bare)
-    processor.tokenizer.save_pretrained(bare)
-    fails(lade(*ask, bare), "processor")
+    for part in (model, processor.tokenizer):
+        part.save_pretrained(tmp_path / "bare")
+    fails(lade(*ask, tmp_path / "bare"), "processor")
+    for module in (encoder, from_pretrained):
+        not_found(monkeypatch, module, "PIL")
+    fails(lade(*ask, seeing), "pip install pillow")
 
 
 def chat(lade, folder, *lines, new=12):
@@ -182,15 +168,3 @@ def test_chat_shows_images_and_remembers_them(lade, seeing, pictures):
     assert said.stdout.count(replies[-1]) == 2, "/retry shows the image again"
     blind = answer(seeing, [turns[0], turns[1], user("What is it?")], 12)[1]
     assert blind != replies[1], "the image does nothing"
-
-
-@pytest.mark.slow
-def test_chat_says_what_it_cannot_do_with_images(lade, seeing, templated, pictures):
-    red = pictures[0]
-    said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", "/reset", "hi")
-    assert said.exit_code == 0
-    for words in ("/image needs a file", "'none.png' cannot be read"):
-        assert words in said.output
-    assert answer(seeing, [user("hi")], 12)[1] in said.stdout
-    said = chat(lade, templated, f"/image {red}", "hi")
-    assert said.exit_code == 0 and "processor" in said.output

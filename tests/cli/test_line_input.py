@@ -45,17 +45,13 @@ def typed():
     """What the reader prints when these keys are pressed at its prompts, one after the other."""
 
     def run(*keys, history=None):
-        program = [sys.executable, "-c", READER]
         arguments = [] if history is None else [history]
         environment = {**os.environ, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1"}
         waiting = [(b"> ", key) for key in (*keys, b"\x04")]
-        output, code = on_a_terminal(arguments, environment, waiting, program)
+        output, code = on_a_terminal(arguments, environment, waiting, [sys.executable, "-c", READER])
         assert code == 0, output
-        return [
-            line
-            for line in output.replace("\r", "\n").splitlines()
-            if line.startswith(("got", "stopped", "ready", "the "))
-        ]
+        lines = output.replace("\r", "\n").splitlines()
+        return [line for line in lines if line.startswith(("got", "stopped", "ready", "the "))]
 
     return run
 

@@ -17,7 +17,6 @@ from test_cli_errors import fails
 from transformers import LlamaForCausalLM
 
 import lade
-from lade.cli.loading import from_pretrained as adapter_module
 from lade.cli.loading import from_pretrained as module
 from lade.cli.loading import load
 from lade.cli.loading.from_pretrained import SCHEMES, Scheme
@@ -42,6 +41,12 @@ def generate(lade, folder):
     return run
 
 
+@pytest.fixture
+def expected(plain, tokenizer):
+    """What plain decoding says."""
+    return plain(tokenizer(PROMPT)["input_ids"], NEW)
+
+
 def ids_of(result):
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)["token_ids"]
@@ -51,37 +56,29 @@ def ids_of(result):
 
 
 @pytest.mark.parametrize("command", LOADING_COMMANDS, ids=" ".join)
-def test_every_command_with_a_model_has_all_of_the_options(command):
+def test_every_command_with_a_model_has_all_of_the_options_and_hands_them_on(lade, command, tmp_path, prompt_lines):
+    """A dtype that is none is the last thing looked at before a model is loaded, whatever else a command needs."""
     found = typer.main.get_command(app)
     for name in command:
         found = found.commands[name]
     options = {parameter.name for parameter in found.params}
     assert {field.name for field in fields(Loading)} | {"quiet", "no_color", "debug"} <= options
-
-
-@pytest.mark.parametrize("command", LOADING_COMMANDS, ids=" ".join)
-def test_every_command_hands_the_options_on(lade, command, tmp_path):
-    """A dtype that is none is the last thing looked at before a model is loaded, whatever else a command needs."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one"}\n')
-    needs = {"generate": ["-p", "x"], "warm": ["--prompts", file, "--out", tmp_path / "m"]}
+    needs = {"generate": ["-p", "x"], "warm": ["--prompts", prompt_lines("one"), "--out", tmp_path / "m"]}
     needs |= {"bench": ["--out", tmp_path / "b"], "scaling": ["--out", tmp_path / "s"]}
     fails(lade(*command, *needs.get(command[-1], []), "--dtype", "int3"), "--dtype int3", "bf16")
 
 
 @pytest.mark.slow
-def test_the_environment_names_the_model(lade, folder, monkeypatch, tmp_path):
+def test_the_environment_names_the_model(report, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     named = {"LADE_MODEL": str(folder), "LADE_DTYPE": "bf16"}
-    facts = json.loads(lade("info", "--json", env=named).stdout)
+    facts = report("info", env=named)
     assert (facts["model"], facts["dtype"]) == (str(folder), "bfloat16")
-    facts = json.loads(lade("info", "--json", "--dtype", "fp64", env=named).stdout)
-    assert facts["dtype"] == "float64", "the command line comes first"
-    facts = json.loads(lade("info", "--json", "--model", "embedded", env=named).stdout)
-    assert facts["model"] == "embedded", "it can be had all the same"
+    assert report("info", "--dtype", "fp64", env=named)["dtype"] == "float64", "the command line comes first"
+    assert report("info", "--model", "embedded", env=named)["model"] == "embedded", "it can be had all the same"
 
 
-def test_nothing_but_the_command_line_lets_code_be_run(lade, folder, monkeypatch):
+def test_nothing_but_the_command_line_lets_code_be_run():
     """Variables are inherited by programs that know nothing of them."""
     for option in typer.main.get_command(app).commands["generate"].params:
         if option.name in ("trust_remote_code", "token"):
@@ -104,8 +101,7 @@ def test_auto_takes_apples_gpu_where_there_is_one(generate, monkeypatch):
     fails(generate(), "--device mps", "give cpu")  # there is none here in truth
 
 
-def test_a_device_map_instead_of_a_device(generate, plain, tokenizer, monkeypatch):
-    expected = plain(tokenizer(PROMPT)["input_ids"], NEW)
+def test_a_device_map_instead_of_a_device(generate, expected, monkeypatch):
     assert ids_of(generate("--device-map", "cpu")) == ids_of(generate("--device-map", '{"": "cpu"}')) == expected
     fails(generate("--device-map", "auto", "--device", "cpu"), "--device-map auto", "--device cpu")
     fails(generate("--device-map", '{"": '), "--device-map", "JSON")
@@ -117,11 +113,10 @@ def test_a_device_map_instead_of_a_device(generate, plain, tokenizer, monkeypatc
 # Attention, quantisation, adapters
 
 
-def test_the_attention_can_be_chosen(lade, generate, folder, plain, tokenizer):
-    assert json.loads(lade("info", "-m", folder, "--json").stdout)["attention"] == "sdpa"
-    facts = json.loads(lade("info", "-m", folder, "--json", "--attn-implementation", "eager").stdout)
-    assert facts["attention"] == "eager"
-    assert ids_of(generate("--attn-implementation", "eager")) == plain(tokenizer(PROMPT)["input_ids"], NEW)
+def test_the_attention_can_be_chosen(report, generate, folder, expected):
+    assert report("info", "-m", folder)["attention"] == "sdpa"
+    assert report("info", "-m", folder, "--attn-implementation", "eager")["attention"] == "eager"
+    assert ids_of(generate("--attn-implementation", "eager")) == expected
     fails(generate("--attn-implementation", "magic"), "--attn-implementation magic", "sdpa or eager")
 
 
@@ -161,16 +156,16 @@ def adapter(folder, tmp_path_factory):
     return path
 
 
-def test_an_adapter_says_what_peft_says(lade, generate, folder, adapter, plain, tokenizer):
+def test_an_adapter_says_what_peft_says(report, generate, folder, adapter, expected, tokenizer):
     from peft import PeftModel
 
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), adapter)
-    expected = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+    adapted = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
     result = generate("--adapter", adapter)
-    assert ids_of(result) == expected != plain(ids[0].tolist(), NEW)
+    assert ids_of(result) == adapted != expected
     assert json.loads(result.stdout)["config"] is not None, "it is accelerated"
-    facts = json.loads(lade("info", "-m", folder, "--adapter", adapter, "--json").stdout)
+    facts = report("info", "-m", folder, "--adapter", adapter)
     assert facts["adapter"] == str(adapter) and facts["supported"] is True
 
 
@@ -185,7 +180,7 @@ def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
         save_file(changed, tmp_path / "other" / "adapter_model.safetensors")
         fails(generate("--adapter", tmp_path / "other"), "--adapter")
     fails(generate("--adapter", "./none"), "--adapter ./none")
-    not_found(monkeypatch, adapter_module)
+    not_found(monkeypatch, module)
     fails(generate("--adapter", adapter), "--adapter", "pip install peft")
 
 
@@ -217,14 +212,11 @@ def test_without_the_network_there_is_the_cache(lade, hub, tmp_path):
     assert len(hub.requests) == asked
 
 
-def test_a_gated_model_is_called_that(lade, monkeypatch):
-    failing(monkeypatch, HfApi, "model_info", GatedRepoError.__new__(GatedRepoError))
-    fails(lade("info", "-m", "some/model"), "gated", "hf auth login")
-
-
-def test_revisions_are_the_hubs(generate, lade):
+def test_revisions_are_the_hubs_and_a_gated_model_is_called_that(generate, lade, monkeypatch):
     fails(generate("--revision", "v2"), "--revision v2")
     fails(lade("info", "--revision", "v2"), "--revision v2", "embedded")
+    failing(monkeypatch, HfApi, "model_info", GatedRepoError.__new__(GatedRepoError))
+    fails(lade("info", "-m", "some/model"), "gated", "hf auth login")
 
 
 # Code of a checkpoint's own
@@ -249,11 +241,11 @@ def with_code(folder, tmp_path, edited, monkeypatch):
     return copy, ran
 
 
-def test_code_is_run_only_if_one_says_so(generate, with_code, plain, tokenizer):
+def test_code_is_run_only_if_one_says_so(generate, with_code, expected):
     copy, ran = with_code
     fails(generate(model=copy), "coded", "--trust-remote-code")
     assert not ran.exists()
-    assert ids_of(generate("--trust-remote-code", model=copy)) == plain(tokenizer(PROMPT)["input_ids"], NEW)
+    assert ids_of(generate("--trust-remote-code", model=copy)) == expected
     assert ran.exists()
 
 

@@ -11,13 +11,6 @@ from lade.cli.options.decoding import Speed
 PROMPT = "say it again, say it"
 
 
-@pytest.fixture
-def memory(tmp_path):
-    path = tmp_path / "texts.memory"
-    path.write_bytes(b"")
-    return path
-
-
 PAPER, SIZES = (None, "auto", "lookahead"), {"window": 7, "ngram": 5, "guesses": 7}
 ADAPTIVE, MEMORY = (None, "auto", "adaptive"), Path(__file__)
 
@@ -60,7 +53,8 @@ def test_sizes_imply_lookahead_and_a_budget_or_a_memory_the_adaptive_method(meth
         (["--memory", "MEMORY"], ["damaged", "lade warm"]),
     ],
 )
-def test_contradictions_are_one_line(lade, folder, memory, command, arguments, words):
+def test_contradictions_are_one_line(lade, folder, tmp_path, command, arguments, words):
+    (memory := tmp_path / "texts.memory").write_bytes(b"")
     arguments = [memory if argument == "MEMORY" else argument for argument in arguments]
     prompt = ["-p", PROMPT] if command == "generate" else []
     fails(lade(command, "-m", folder, *prompt, *arguments), *words)

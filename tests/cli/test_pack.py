@@ -1,7 +1,5 @@
 """`--pack` and `--no-pack`: said nothing of, models are packed on the CPU where that pays."""
 
-import json
-
 import pytest
 
 from lade.cli.loading import load
@@ -10,7 +8,7 @@ from lade.cli.terminal import terminal
 from lade.tuning import packing_choice
 
 PROMPT = "say it again, say it"
-GENERATE = ["-p", PROMPT, "-n", 8, "--json"]
+GENERATE = ["-p", PROMPT, "-n", 8]
 
 
 @pytest.fixture(params=[True])
@@ -24,19 +22,16 @@ def loaded(name, **options):
 
 
 @pytest.mark.slow
-def test_on_the_cpu_models_are_packed_unless_one_says_no(lade, folder, small_layers_count, it_pays):
-    ways = ([], ["--pack"], ["--no-pack"])
-    reports = [json.loads(lade("generate", "-m", folder, *GENERATE, *more).stdout) for more in ways]
+def test_on_the_cpu_models_are_packed_unless_one_says_no(report, folder, small_layers_count, it_pays):
+    reports = [report("generate", "-m", folder, *GENERATE, *more) for more in ([], ["--pack"], ["--no-pack"])]
     assert [report["packed"] for report in reports] == [True, True, False]
     assert len({report["text"] for report in reports}) == 1
 
 
-def test_a_packed_model_writes_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, small_layers_count):
+def test_a_packed_model_writes_the_tokens_of_plain_generate(report, folder, plain, tokenizer, small_layers_count):
     for method in ("plain", "lookahead"):
-        report = json.loads(
-            lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--method", method, "--pack", "--json").stdout
-        )
-        assert report["packed"] and report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
+        found = report("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--method", method, "--pack")
+        assert found["packed"] and found["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
 
 
 @pytest.mark.one_in(3)
@@ -52,10 +47,10 @@ def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, fol
 
 
 @pytest.mark.parametrize("it_pays", [False], indirect=True)
-def test_what_would_be_slower_is_packed_only_if_one_says_so(lade, folder, small_layers_count, it_pays):
+def test_what_would_be_slower_is_packed_only_if_one_says_so(report, folder, small_layers_count, it_pays):
     arguments = ["generate", "-m", folder, *GENERATE]
-    assert [json.loads(lade(*arguments, *more).stdout)["packed"] for more in ([], ["--pack"])] == [False, True]
-    model = json.loads(lade("doctor", "-m", folder, "--seconds", 0.1, "--json").stdout)["model"]
+    assert [report(*arguments, *more)["packed"] for more in ([], ["--pack"])] == [False, True]
+    model = report("doctor", "-m", folder, "--seconds", 0.1)["model"]
     assert model["not_packed"].startswith("its steps would be slower: 1 tokens")
 
 
@@ -64,10 +59,8 @@ def test_chat_says_so(lade, folder, small_layers_count, it_pays):
     assert "packed" not in lade("chat", "-m", folder, "--no-pack", stdin="/quit\n").stderr
 
 
-def test_the_embedded_model_is_packed_only_if_one_says_so_and_small_ones_never(folder):
+def test_the_embedded_model_is_packed_only_if_one_says_so_and_small_ones_never(folder, request):
     assert [loaded(None, pack=pack).facts["packed"] for pack in (None, False, True)] == [False, False, True]
     assert not loaded(str(folder), pack=True).facts["packed"]
-
-
-def test_loading_alone_packs_nothing(folder, small_layers_count):
-    assert not loaded(str(folder)).facts["packed"]
+    request.getfixturevalue("small_layers_count")
+    assert not loaded(str(folder)).facts["packed"], "loading alone packs nothing"

@@ -1,7 +1,5 @@
 """`lade pack`, and `--weights` int8 and int4."""
 
-import json
-
 import pytest
 from spies import failing
 
@@ -21,23 +19,18 @@ def text(tmp_path):
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_what_integers_cost_is_told_and_the_model_saved_and_loaded(
-    lade, folder, text, tmp_path, small_layers_count, weights
+    lade, report, folder, text, tmp_path, small_layers_count, weights
 ):
     saved, given = tmp_path / weights, [] if weights == "int8" else ["--weights", weights]
-    result = lade("pack", folder, "--check", text, "--keep", "lm_head", "--save", saved, *given, "--json")
-    facts = json.loads(result.stdout)
+    facts = report("pack", folder, "--check", text, "--keep", "lm_head", "--save", saved, *given)
     assert facts[f"{weights}_layers"] == 14 == len(facts["errors"]) and facts["kept_layers"] == ["lm_head"]
     assert facts["perplexity_after"] != facts["perplexity_before"] > 1 and facts["tokens"] == len(text.read_text())
     assert facts["bytes_after"] < facts["bytes_before"]
     shown = lade("pack", "-m", folder, "--check", text, *given).stdout
     assert "perplexity" in shown and f"layers in {weights}: " in shown and "down_proj" in shown
-    ask = ["-p", PROMPT, "-n", 8, "--json", "--method", "plain"]
-    texts = [
-        json.loads(lade("generate", *which, *ask).stdout)["token_ids"]
-        for which in (["-m", saved], ["-m", folder, "--weights", weights, "--dtype", "float32"])
-    ]
-    assert len(texts[0]) == len(texts[1]) == 8
-    facts = json.loads(lade("info", "-m", saved, "--json").stdout)
+    for which in (["-m", saved], ["-m", folder, "--weights", weights, "--dtype", "float32"]):
+        assert len(report("generate", *which, "-p", PROMPT, "-n", 8, "--method", "plain")["token_ids"]) == 8
+    facts = report("info", "-m", saved)
     assert (facts["weights"], facts["supported"]) == (weights, False)
     other = "int4" if weights == "int8" else "int8"
     assert f"the model is packed in {weights}" in lade("info", "-m", saved, "--weights", other).stderr
@@ -55,13 +48,11 @@ def test_what_integers_cost_is_told_and_the_model_saved_and_loaded(
     ],
 )
 def test_a_model_in_integers_goes_through_every_command(
-    lade, folder, tmp_path, monkeypatch, command, small_layers_count, weights
+    report, folder, tmp_path, monkeypatch, command, small_layers_count, weights
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(PROMPT)
-    result = lade(*command, "-m", folder, "--dtype", "bfloat16", "--weights", weights, "--invariant", "--json")
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
+    facts = report(*command, "-m", folder, "--dtype", "bfloat16", "--weights", weights, "--invariant")
     facts = facts["model"] if command[0] == "doctor" else facts
     assert (facts["weights"], facts["invariant"], facts["dtype"]) == (weights, True, "bfloat16")
     assert facts["packed_layers" if command[0] == "doctor" else "packed"]
@@ -93,10 +84,9 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(
     failing(monkeypatch, integers, "perplexity", AssertionError("the text is read"))
     assert "nothing to round" in lade("pack", folder, "--check", text).stderr
     request.getfixturevalue("small_layers_count")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model.safetensors").write_text("x")
-    (tmp_path / "older").mkdir()
-    (tmp_path / "older" / "pytorch_model.bin").write_text("x")
+    for folder_name, name in (("other", "model.safetensors"), ("older", "pytorch_model.bin")):
+        (tmp_path / folder_name).mkdir()
+        (tmp_path / folder_name / name).write_text("x")
     (tmp_path / "letter.txt").write_text("x")
     wrong = {
         "other' holds another model": ["--save", tmp_path / "other"],
@@ -114,9 +104,9 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(
 
 
 def test_a_long_list_of_kept_layers_is_cut_short_and_small_models_have_their_tenths(
-    lade, folder, text, small_layers_count
+    lade, report, folder, text, small_layers_count
 ):
-    shown = " ".join(lade("pack", folder, "--check", text, "--keep", "layers.*").stdout.split())
+    command = ["pack", folder, "--check", text, "--keep", "layers.*"]
+    shown = " ".join(lade(*command).stdout.split())
     assert "model.layers.1.self_attn.q_proj and 6 more 140.2 kB -> 125.8 kB" in shown, shown
-    facts = json.loads(lade("pack", folder, "--check", text, "--keep", "layers.*", "--json").stdout)
-    assert len(facts["kept_layers"]) == 14
+    assert len(report(*command)["kept_layers"]) == 14

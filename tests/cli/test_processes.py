@@ -8,12 +8,11 @@ import sys
 import time
 
 import pytest
-from typer.testing import CliRunner
 
 import lade.version
-from lade.cli.main import app
 
 LADE = [sys.executable, "-m", "lade"]
+PROMPT = "say it again, say it"
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +36,10 @@ def test_help_version_and_recipe_come_without_torch(tmp_path):
     assert list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "info", "doctor", "warm", "bench", "demo"])
-def test_every_command_has_an_example(command):
-    result = CliRunner().invoke(app, [command, "--help"])
-    assert result.exit_code == 0
-    assert f"Example:  lade {command} " in result.stdout
-
-
 @pytest.mark.slow
 def test_a_pipe_through_python_m(environment, folder, plain, tokenizer):
-    done = subprocess.run(
-        [*LADE, "generate", "-", "-m", folder, "-n", "20"],
-        input="hello é\n".encode(),
-        capture_output=True,
-        check=False,
-        env=environment,
-    )
+    command, text = [*LADE, "generate", "-", "-m", folder, "-n", "20"], "hello é\n".encode()
+    done = subprocess.run(command, input=text, capture_output=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == tokenizer.decode(plain(tokenizer("hello é")["input_ids"], 20)) + "\n"
     statistics, explanation = done.stderr.decode().splitlines()[-2:]  # after what took longer than two seconds
@@ -61,13 +48,8 @@ def test_a_pipe_through_python_m(environment, folder, plain, tokenizer):
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_pipe(environment, folder):
-    process = subprocess.Popen(
-        [*LADE, "generate", "-p", "hello", "-m", folder, "-n", "1000000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    assert process.stdout
+    command, pipe = [*LADE, "generate", "-p", "hello", "-m", folder, "-n", "1000000"], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment)
     first = process.stdout.read(20)  # text comes while it is generated
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=60)
@@ -103,28 +85,19 @@ def on_a_terminal(arguments, environment, keys=(), program=LADE):
 
 
 @pytest.mark.slow
-def test_colours_on_a_terminal_are_the_steps(environment, folder, tokenizer):
-    import torch
-    from transformers import LlamaForCausalLM
-
-    import lade
-
-    ids = tokenizer("say it again, say it")["input_ids"]
-    expected, runs = "", 0
-    model = LlamaForCausalLM.from_pretrained(folder)
+def test_colours_on_a_terminal_are_the_steps(environment, folder, model, tokenizer):
+    ids, expected, runs = tokenizer(PROMPT, return_tensors="pt")["input_ids"], "", 0
     config = lade.LookaheadConfig(budget=8)  # what the method chooses by itself depends on the clock
-    for step in lade.stream(model, input_ids=torch.tensor([ids]), max_new_tokens=40, lookahead=config):
+    for step in lade.stream(model, input_ids=ids, max_new_tokens=40, lookahead=config):
         text = tokenizer.decode(step.tokens)
         if len(step.tokens) > 1:
             runs += 1
             text = f"\x1b[1;{36 if runs % 2 else 32}m{text}\x1b[0m"
         expected += text
     assert runs > 2
-    output, code = on_a_terminal(
-        ["generate", "-m", folder, "-p", "say it again, say it", "-n", 40, "--budget", 8], environment
-    )
+    output, code = on_a_terminal(["generate", "-m", folder, "-p", PROMPT, "-n", 40, "--budget", 8], environment)
     assert code == 0
-    assert f"\x1b[2msay it again, say it\x1b[0m{expected}\x1b[2m [cut off: --max-new-tokens 40]" in output
+    assert f"\x1b[2m{PROMPT}\x1b[0m{expected}\x1b[2m [cut off: --max-new-tokens 40]" in output
     assert "colours:" in output and "40 tokens in 1 + " in output
 
 
@@ -133,24 +106,20 @@ def test_colours_on_a_terminal_are_the_steps(environment, folder, tokenizer):
     [([], {"NO_COLOR": "1"}), (["--no-color"], {}), ([], {})],
     ids=["variable", "flag", "neither"],
 )
-def test_no_color_means_no_colour_on_a_terminal(folder, monkeypatch, flags, variables):
+def test_no_color_means_no_colour_on_a_terminal(request, folder, monkeypatch, flags, variables):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    arguments = ["generate", "-m", str(folder), "-p", "say it again, say it", "-n", "20", *flags]
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", **variables}  # to rich, a terminal
-    output = CliRunner().invoke(app, arguments, env=terminal).output
+    shell = request.getfixturevalue("lade")
+    output = shell("generate", "-m", folder, "-p", PROMPT, "-n", 20, *flags, env=terminal).output
     assert ("\x1b[1;3" in output) == (not flags and not variables)
     assert "20 tokens in" in output
 
 
 @pytest.mark.slow
 def test_a_chat_on_a_terminal(environment, templated, tmp_path):
-    keys = [
-        (b"you> ", b"helo\x02l\n"),  # Ctrl-B goes back one character
-        (b"tokens in", b""),
-        (b"you> ", b"\x03"),
-        (b"you> ", b"/stats\n"),
-        (b"you> ", b"\x04"),
-    ]
+    typed = (b"helo\x02l\n", b"\x03", b"/stats\n", b"\x04")  # Ctrl-B goes back one character
+    keys = [(b"you> ", key) for key in typed]
+    keys.insert(1, (b"tokens in", b""))
     environment = {**environment, "XDG_STATE_HOME": str(tmp_path / "state")}
     output, code = on_a_terminal(["chat", "-m", templated, "-n", 10, "--no-history"], environment, keys)
     assert code == 0, output

@@ -4,39 +4,25 @@ import json
 
 import pytest
 import torch
-from shell_fixtures import SHORT, press_ctrl_c
+from shell_fixtures import SHORT, press_ctrl_c, saved, word_tokenizer
 from test_cli_errors import fails
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lade import Memory
-from lade.cli.main import app
 from lade.decoding.kernels.layout import ORDERS
 from lade.hf.detokenizer import Detokenizer
 
 PROMPT = "say it again, say it"
 NEW = 16
+TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"}
 
 
 @pytest.fixture
 def generate(lade, folder):
-    def run(*arguments, model=folder, new=NEW, stdin=None):
-        return lade("generate", "-m", model, "-n", new, *arguments, stdin=stdin)
+    def run(*arguments, model=folder, new=NEW, **given):
+        return lade("generate", "-m", model, "-n", new, *arguments, **given)
 
     return run
-
-
-@pytest.fixture
-def lines(tmp_path):
-    """A file of prompts."""
-
-    def write(*entries):
-        file = tmp_path / "prompts.jsonl"
-        file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-        return file
-
-    return write
 
 
 def report(result):
@@ -61,37 +47,26 @@ def test_an_argument_a_pipe_and_an_option_are_the_same(generate):
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    """A model whose words carry their space, of which the decoder takes the first one off, as Llama's does."""
-    words = ["</s>", *(f"▁{word}" for word in ("the", "cat", "sat", "on", "a", "mat"))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=False)
+    """A model whose words carry their space."""
+    tokenizer = word_tokenizer()
     torch.manual_seed(2)
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.lm_head.weight.data[0] = 0.0
-    path = tmp_path_factory.mktemp("models") / "words"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path, tokenizer
+    return saved(model, tmp_path_factory, "words", tokenizer), tokenizer
 
 
-def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, lines):
+def test_a_text_continues_its_prompt_with_a_space_behind_special_tokens_too(generate, sentencepiece, prompt_lines):
     model, tokenizer = sentencepiece
     ids = report(generate("the cat", "--json", model=model))["token_ids"]
     text = tokenizer.decode([*tokenizer("the cat")["input_ids"], *ids]).removeprefix("the cat")
     assert text.startswith(" ") and not tokenizer.decode(ids).startswith(" ")
     assert report(generate("the cat", "--json", model=model))["text"] == text
     assert generate("the cat", model=model).stdout == text + "\n"
-    assert report(generate("--prompts", lines({"prompt": "the cat"}), "--json", model=model))["text"] == text
-
-
-def test_special_tokens_before_an_answer_do_not_cost_its_space(sentencepiece):
-    _, tokenizer = sentencepiece
+    assert report(generate("--prompts", prompt_lines("the cat"), "--json", model=model))["text"] == text
     assert Detokenizer(tokenizer, [1, *[0] * 20]).whole([2, 3]) == " cat sat"
     assert Detokenizer(tokenizer, [0] * 20).whole([2, 3]) == "cat sat", "nothing stands before it"
 
@@ -113,16 +88,13 @@ def test_a_model_with_a_chat_template_answers(generate, templated, plain, tokeni
     assert report(generate("hello", "--raw", "--json"))["token_ids"] == raw, "a model without one has nothing to leave"
 
 
-def test_a_system_message_comes_first(generate, templated):
+def test_a_system_message_comes_first_and_conversations_are_lines(generate, templated, prompt_lines):
     spoken = generate("hello", "--system", "be kind", model=templated).stdout
     text = templated_text(("user", "hello"), system="be kind")
     assert spoken == generate(text, "--raw", model=templated).stdout
-
-
-def test_conversations_are_lines(generate, templated, lines):
     turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    file = lines({"messages": messages}, {"prompt": "four"})
+    file = prompt_lines({"messages": messages}, "four")
     expected = [
         report(generate(text, "--raw", "--json", model=templated))["token_ids"]
         for text in (templated_text(*turns), templated_text(("user", "four")))
@@ -131,28 +103,22 @@ def test_conversations_are_lines(generate, templated, lines):
     assert [json.loads(line)["token_ids"] for line in found] == expected
 
 
-def test_an_answer_that_was_begun_is_gone_on_with(generate, templated, lines):
+def test_an_answer_that_was_begun_is_gone_on_with(generate, templated, prompt_lines):
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two th"}]
-    found = report(generate("--prompts", lines({"messages": messages}), "--json", model=templated))
+    found = report(generate("--prompts", prompt_lines({"messages": messages}), "--json", model=templated))
     assert found["token_ids"] == report(generate("<user>one|<assistant>two th", "--raw", "--json"))["token_ids"]
 
 
-@pytest.fixture
-def moody(templated, tmp_path, edited):
-    """A template that takes an argument, and refuses some roles."""
-    copy = edited(templated, tmp_path / "moody")
-    (copy / "chat_template.jinja").write_text(
+def test_a_template_gets_its_arguments_and_may_refuse(generate, templated, tmp_path, edited, prompt_lines):
+    moody = edited(templated, tmp_path / "moody")
+    (moody / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m['role'] == 'pirate' %}{{ raise_exception('no pirates') }}{% endif %}"
         "{{ m['content'] }}{% endfor %}({{ mood }})"
     )
-    return copy
-
-
-def test_a_template_gets_its_arguments_and_may_refuse(generate, moody, lines):
     spoken = generate("hello", "--chat-template-kwargs", '{"mood": "sad"}', model=moody).stdout
     assert spoken == generate("hello(sad)", "--raw", model=moody).stdout
     assert spoken != generate("hello", model=moody).stdout
-    file = lines({"messages": [{"role": "pirate", "content": "ahoy"}]})
+    file = prompt_lines({"messages": [{"role": "pirate", "content": "ahoy"}]})
     fails(generate("--prompts", file, model=moody), "no pirates", "--raw")
 
 
@@ -174,7 +140,7 @@ def test_what_no_template_can_use(generate, arguments, words):
     fails(generate("hello", *arguments), *words)
 
 
-def test_conversations_that_are_none(generate, templated, lines):
+def test_conversations_that_are_none(generate, templated, prompt_lines):
     user = {"role": "user", "content": "one"}
     for entry, words in [
         ({"messages": []}, ["line 1", '"messages"']),
@@ -184,19 +150,19 @@ def test_conversations_that_are_none(generate, templated, lines):
         ({"messages": [{"role": "user", "content": "\ud800"}]}, ["line 1", "UTF-8"]),
         ({"messages": [user], "prompt": "both"}, ["line 1", '"prompt"', '"messages"']),
     ]:
-        fails(generate("--prompts", lines(entry), model=templated), *words)
-    both = lines({"messages": [{"role": "system", "content": "be kind"}, user]})
+        fails(generate("--prompts", prompt_lines(entry), model=templated), *words)
+    both = prompt_lines({"messages": [{"role": "system", "content": "be kind"}, user]})
     fails(generate("--prompts", both, "--system", "be cruel", model=templated), "--system")
-    file = lines({"messages": [user]})
+    file = prompt_lines({"messages": [user]})
     fails(generate("--prompts", file), '"prompt"')
     fails(generate("--prompts", file, "--raw", model=templated), "--raw was given")
 
 
-def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, lines, tmp_path, tokenizer):
+def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, prompt_lines, tmp_path, tokenizer):
     def known(*arguments):
         """For how many of the longest contexts of the whole prompt the memory has the model's logits."""
-        command = ["warm", "-m", templated, "--prompts", lines({"prompt": "hello"}), "--out", tmp_path / "m", "--fresh"]
-        assert lade(*command, "-n", NEW, *arguments).exit_code == 0
+        files = ["--prompts", prompt_lines("hello"), "--out", tmp_path / "m", "--fresh"]
+        assert lade("warm", "-m", templated, *files, "-n", NEW, *arguments).exit_code == 0
         memory, longest = Memory.load(tmp_path / "m"), range(max(ORDERS), len(ids) + 1)
         return sum(len(memory.lookup(ids[:end])[0]) == len(ORDERS) for end in longest) / len(longest)
 
@@ -209,10 +175,10 @@ def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, lines, tmp_
 
 
 @pytest.mark.slow
-def test_an_answer_says_why_it_ended(generate, folder, lines, plain, tokenizer, tmp_path, edited):
+def test_an_answer_says_why_it_ended(generate, folder, prompt_lines, plain, tokenizer, tmp_path, edited):
     whole = plain(tokenizer(PROMPT)["input_ids"], NEW)
     text = tokenizer.decode(whole)
-    many = ["--prompts", lines({"prompt": PROMPT}), "--json"]
+    many = ["--prompts", prompt_lines(PROMPT), "--json"]
     cases = [([], folder, "length"), (["--stop", text[3:5]], folder, "stop"), (["--stop", text[-2:]], folder, "stop")]
     end = next(token for token in whole if token != whole[0])
     ended = edited(folder, tmp_path / "ended", generation_config={"eos_token_id": [end]})
@@ -232,7 +198,7 @@ def test_the_end_of_the_context_is_a_length(generate, with_position_table):
     prompt = "x" * (SHORT - 4)
     found = report(generate(prompt, "--json", model=with_position_table))
     assert found["new_tokens"] < NEW and found["finish_reason"] == "length"
-    assert f"context of {SHORT}" in on_a_terminal(with_position_table, prompt).stdout
+    assert f"context of {SHORT}" in generate(prompt, model=with_position_table, env=TERMINAL).stdout
 
 
 def test_an_interrupted_answer_says_so(generate, at_step):
@@ -241,16 +207,11 @@ def test_an_interrupted_answer_says_so(generate, at_step):
     assert result.exit_code == 130 and json.loads(result.stdout)["finish_reason"] == "interrupted"
 
 
-def on_a_terminal(model, prompt, *arguments):
-    words = ["generate", "-m", str(model), "-n", str(NEW), prompt, *arguments]
-    return CliRunner().invoke(app, words, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"})
-
-
-def test_a_terminal_shows_where_an_answer_begins_and_was_cut_off(folder, templated, generate, plain, tokenizer):
+def test_a_terminal_shows_where_an_answer_begins_and_was_cut_off(templated, generate, plain, tokenizer):
     text = tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], NEW))
-    shown = on_a_terminal(folder, PROMPT).stdout
+    shown = generate(PROMPT, env=TERMINAL).stdout
     assert f"[cut off: --max-new-tokens {NEW}]" in shown
-    assert "cut off" not in on_a_terminal(folder, PROMPT, "--stop", text[3:5]).stdout
+    assert "cut off" not in generate(PROMPT, "--stop", text[3:5], env=TERMINAL).stdout
     assert generate(PROMPT).stdout == text + "\n", "a pipe gets nothing but the text"
-    assert "hello\n\x1b[0m" in on_a_terminal(templated, "hello").stdout, "an answer is on a line of its own"
-    assert "hello\n\x1b[0m" not in on_a_terminal(folder, "hello").stdout
+    assert "hello\n\x1b[0m" in generate("hello", model=templated, env=TERMINAL).stdout, "an answer is on its own line"
+    assert "hello\n\x1b[0m" not in generate("hello", env=TERMINAL).stdout

@@ -111,14 +111,13 @@ def test_a_memory_is_kept_in_its_file(served, folder, tmp_path):
 
 
 def test_a_memory_that_cannot_be_saved_is_an_error(served, folder, tmp_path):
-    folder_of_memory = tmp_path / "there"
-    folder_of_memory.mkdir()
+    (there := tmp_path / "there").mkdir()
 
     def questions(url):
-        folder_of_memory.rmdir()
+        there.rmdir()
         return ask(f"{url}/v1/completions", {"prompt": "ab", "max_tokens": 3, "ignore_eos": True})["usage"]
 
-    result, usage, _ = served(questions, "--model", folder, "--memory", folder_of_memory / "texts.memory")
+    result, usage, _ = served(questions, "--model", folder, "--memory", there / "texts.memory")
     assert (result.exit_code, usage["completion_tokens"]) == (1, 3), result.output
     assert "the draft memory was not saved" in result.stderr and "No such file or directory" in result.stderr
 
@@ -270,10 +269,8 @@ def test_requests_of_a_crash_dump_are_sent_again(lade, folder, tmp_path, monkeyp
 
 
 def test_a_model_or_a_dump_that_is_not_there_is_one_line(lade, folder, tmp_path):
-    for model, more, words in (
-        (folder, ["--replay", "nowhere"], "dump 'nowhere': [Errno 2] No such"),
-        (tmp_path, [], tmp_path.name),
-    ):
+    wrong = (folder, ["--replay", "nowhere"], "dump 'nowhere': [Errno 2] No such"), (tmp_path, [], tmp_path.name)
+    for model, more, words in wrong:
         result = lade("serve", "--port", 0, "--model", model, *more)
         (error,) = [line for line in result.stderr.splitlines() if " info " not in line]
         assert result.exit_code == 2 and error.startswith("error: ") and words in error

@@ -9,11 +9,11 @@ import pytest
 from pretend import no_warm_up
 from rich.console import Console
 from rich.progress import Progress
-from typer.testing import CliRunner
 
 from lade.cli import terminal as module
-from lade.cli.main import app
+from lade.cli.loading.from_pretrained import find
 from lade.cli.options import Output
+from lade.cli.options.model import Loading
 from lade.cli.terminal import Status, Terminal, terminal
 
 PROMPT = "say it again, say it"
@@ -61,10 +61,9 @@ def tempo(monkeypatch):
 
 
 @pytest.fixture
-def generate(folder):
+def generate(lade, folder):
     def run(*arguments, model=folder, **variables):
-        words = ["generate", "-m", str(model), "-n", "8", PROMPT, *map(str, arguments)]
-        return CliRunner().invoke(app, words, env=variables)
+        return lade("generate", "-m", model, "-n", 8, PROMPT, *arguments, env=variables)
 
     return run
 
@@ -79,21 +78,14 @@ def texts(output):
 # In commands
 
 
-def test_a_terminal_sees_each_stage(generate, folder):
+def test_a_terminal_sees_each_stage_and_json_is_only_json(generate, folder):
     result = generate(**TERMINAL)
     assert result.exit_code == 0, result.output
-    stages = [
-        "starting: importing torch and transformers",
-        f"looking for {folder.name}",
-        f"loading {folder}",
-        "packing the weights",
-        "reading the prompt",
-    ]
-    assert texts(result.stderr) == stages
+    assert texts(result.stderr) == [
+        "starting: importing torch and transformers", f"looking for {folder.name}", f"loading {folder}",
+        "packing the weights", "reading the prompt",
+    ]  # fmt: skip
     assert GONE in result.stderr and "⠋" not in result.stdout
-
-
-def test_json_on_a_terminal_is_only_json(generate):
     result = generate("--json", **TERMINAL)
     assert json.loads(result.stdout)["new_tokens"] == 8
     assert texts(result.stderr)[-1] == "decoding"
@@ -120,25 +112,23 @@ def test_an_error_takes_its_place(generate, tmp_path):
     assert texts(result.stderr.split("error:")[1]) == []
 
 
-def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path, monkeypatch):
+def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(lade, folder, tmp_path, prompt_lines, monkeypatch):
     no_warm_up(monkeypatch)
-    file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     for words, stdin in (
-        (["chat", "-n", "4"], "/quit\n"),
-        (["demo", "-p", PROMPT, "--plain-text", "-n", "4"], None),
-        (["batch", "-i", str(file), "-o", str(tmp_path / "o")], None),
+        (["chat", "-n", 4], "/quit\n"),
+        (["demo", "-p", PROMPT, "--plain-text", "-n", 4], None),
+        (["batch", "-i", prompt_lines(PROMPT), "-o", tmp_path / "o"], None),
     ):
-        result = CliRunner().invoke(app, [*words, "-m", str(folder)], input=stdin, env=TERMINAL)
+        result = lade(*words, "-m", folder, stdin=stdin, env=TERMINAL)
         assert result.exit_code == 0, result.output
         assert f"loading {folder}" in texts(result.stderr)
 
 
 @pytest.mark.one_in(2)
-def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
+def test_a_download_has_bars_on_a_terminal_only(lade, hub, tmp_path):
     def info(folder, *arguments, **variables):
-        words = ["info", "-m", "some/model", "--cache-dir", str(tmp_path / folder), *arguments]
-        result = CliRunner().invoke(app, words, env={**variables, "TQDM_POSITION": "-1"})  # else they ask the system
+        variables["TQDM_POSITION"] = "-1"  # else they ask the system
+        result = lade("info", "-m", "some/model", "--cache-dir", tmp_path / folder, *arguments, env=variables)
         assert result.exit_code == 0, result.output
         return result.stderr
 
@@ -153,9 +143,6 @@ def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
 
 def test_a_download_that_was_broken_off_has_bars_again(hub, tmp_path, folder):
     """The index is there, a part that it names is not."""
-    from lade.cli.loading.from_pretrained import find
-    from lade.cli.options.model import Loading
-
     loading = Loading("some/model", cache_dir=tmp_path)
     assert find(loading).download
     commit = hub.commit("some/model", "main")
@@ -177,10 +164,8 @@ def test_what_the_library_logs_is_what_it_is_doing(on_a_terminal, capsys):
     with terminal():
         logging.getLogger("lade.tuning.cost_cache").info("measuring the cost of a step")
         logging.getLogger("lade.tuning.cost_cache").debug("details")
-    assert texts(capsys.readouterr().err) == [
-        "starting: importing torch and transformers",
-        "measuring the cost of a step",
-    ]
+    said = texts(capsys.readouterr().err)
+    assert said == ["starting: importing torch and transformers", "measuring the cost of a step"]
     with terminal(Output(debug=True)):
         logging.getLogger("lade.tuning.cost_cache").debug("details")
     assert "lade.tuning.cost_cache: details" in capsys.readouterr().err
@@ -292,15 +277,13 @@ def test_progress_is_told_now_and_then(tempo, capsys):
     assert capsys.readouterr().err == "1 of 3 prompts\n"
 
 
-def test_many_prompts_tell_their_progress(tempo, folder, tmp_path, monkeypatch):
+def test_many_prompts_tell_their_progress(lade, tempo, folder, tmp_path, prompt_lines, monkeypatch):
     no_warm_up(monkeypatch)
     tempo(line=600.0, every=0.0)
-    file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     for what, words in {
-        "requests": ["batch", "-i", str(file), "-o", str(tmp_path / "o")],
-        "prompts": ["warm", "--prompts", str(file), "--out", str(tmp_path / "w.lade"), "-n", "4"],
+        "requests": ["batch", "-i", prompt_lines(PROMPT), "-o", tmp_path / "o"],
+        "prompts": ["warm", "--prompts", prompt_lines(PROMPT), "--out", tmp_path / "w.lade", "-n", 4],
     }.items():
-        result = CliRunner().invoke(app, [*words, "-m", str(folder)])
+        result = lade(*words, "-m", folder)
         assert result.exit_code == 0, result.output
         assert f"1 of 1 {what}" in result.stderr

@@ -2,31 +2,27 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
-from shell_fixtures import press_ctrl_c
+from shell_fixtures import CONTEXT, press_ctrl_c
 from spies import failing, watched
 from test_cli_errors import fails
-from typer.testing import CliRunner
 
 from lade import InputError, Memory
 from lade.cli import warm as module
 from lade.cli.loading import LoadedModel
-from lade.cli.main import app
 from lade.cli.warm import WarmResult
 from lade.memory import fingerprint_of
 from lade.stats import Stats
 
-CONTEXT = 512  # of the model in conftest.py
 TEXTS = ["say it again, say it", "one two three", "say it again, say it"]
 NEW = 24
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return file
+def prompts(prompt_lines):
+    return prompt_lines(*TEXTS)
 
 
 @pytest.fixture
@@ -36,13 +32,13 @@ def out(tmp_path):
 
 @pytest.fixture
 def warm(lade, folder, prompts, out):
-    def run(*arguments, prompts=prompts):
-        return lade("warm", "-m", folder, "--prompts", prompts, "--out", out, "-n", NEW, *arguments)
+    def run(*arguments, env=None):
+        return lade("warm", "-m", folder, "--prompts", prompts, "--out", out, "-n", NEW, *arguments, env=env)
 
     return run
 
 
-def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer):
+def test_it_fills_a_memory_with_what_the_model_says_and_sums_it_up(warm, out, folder, tokenizer):
     result = warm("--json")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -57,23 +53,21 @@ def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer
     assert len(memory) == report["contexts"] > 0
     assert memory.fingerprint == fingerprint_of(tokenizer) and memory.max_bytes == 128 * 2**20
     assert (memory.weights != Memory().weights).any()
-
-
-def test_the_summary(warm, out):
-    result = warm()
-    assert result.exit_code == 0, result.output
+    result = warm("--fresh")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
     lines = dict(line.split(None, 1) for line in result.stdout.splitlines())
     assert lines["prompts"].strip() == "3" and lines["contexts"].strip() == str(len(Memory.load(out)))
     assert f"{3 * NEW}" in result.stdout and "in the first tenth of the prompts" in result.stdout
-    assert result.stderr == ""
 
 
-def test_it_goes_on_with_a_memory_that_is_there(warm, out, tokenizer):
+def test_it_goes_on_with_a_memory_that_is_there_and_takes_several_files(warm, out, tmp_path):
     first = json.loads(warm("--json", "--limit", 1).stdout)
     assert first["prompts"] == 1
-    result = warm("--json")
+    text = tmp_path / "prompt.txt"
+    text.write_text("two\nlines\n")
+    result = warm("--prompts", text, "--json")
     report = json.loads(result.stdout)
-    assert report["continued"] is True
+    assert report["continued"] is True and report["prompts"] == 4
     assert f"continuing with the {first['contexts']} contexts" in result.stderr
     assert report["contexts"] > first["contexts"]
     assert report["tokens_per_step_first_tenth"] > first["tokens_per_step_first_tenth"], "it knows that one"
@@ -82,12 +76,6 @@ def test_it_goes_on_with_a_memory_that_is_there(warm, out, tokenizer):
     assert again["continued"] is False and result.stderr == ""
     assert again["contexts"] < report["contexts"]
     assert len(Memory.load(out)) == again["contexts"]
-
-
-def test_several_files_and_one_that_is_a_single_prompt(warm, lade, folder, prompts, out, tmp_path):
-    text = tmp_path / "prompt.txt"
-    text.write_text("two\nlines\n")
-    assert json.loads(warm("--prompts", text, "--json").stdout)["prompts"] == 4
 
 
 @pytest.mark.slow
@@ -100,9 +88,8 @@ def test_the_size_of_the_memory(warm, out):
     assert Memory.load(out).max_bytes == 2**20, "as it was"
 
 
-def test_prompts_that_do_not_fit_are_skipped(warm, prompts, out):
-    with open(prompts, "a") as file:
-        file.write(json.dumps({"prompt": "x" * CONTEXT}) + "\n" + json.dumps({"prompt": "fine"}) + "\n")
+def test_prompts_that_do_not_fit_are_skipped(warm, prompts, prompt_lines):
+    prompt_lines(*TEXTS, "x" * CONTEXT, "fine")
     result = warm("--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -115,10 +102,10 @@ def test_prompts_that_do_not_fit_are_skipped(warm, prompts, out):
     assert result.exit_code == 1 and "4, 1 skipped" in result.stdout
 
 
-def test_where_nothing_fits_nothing_is_saved(warm, prompts, out):
+def test_where_nothing_fits_nothing_is_saved_and_texts_end_with_the_context(warm, prompt_lines, out):
     warm()
     before = out.read_bytes()
-    prompts.write_text(json.dumps({"prompt": "x" * CONTEXT}))
+    prompt_lines("x" * CONTEXT)
     for arguments in (["--fresh"], []):
         result = warm("--json", *arguments)
         assert result.exit_code == 1 and json.loads(result.stdout)["prompts"] == 0
@@ -126,10 +113,7 @@ def test_where_nothing_fits_nothing_is_saved(warm, prompts, out):
     out.unlink()
     assert json.loads(warm("--json").stdout)["file_bytes"] == 0
     assert warm().exit_code == 1 and not out.exists()
-
-
-def test_texts_end_with_the_context(warm, prompts):
-    prompts.write_text(json.dumps({"prompt": "x" * (CONTEXT - 5)}))
+    prompt_lines("x" * (CONTEXT - 5))
     assert json.loads(warm("--json").stdout)["new_tokens"] == 5
 
 
@@ -163,10 +147,8 @@ def test_it_saves_now_and_then(warm, out, monkeypatch):
     assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
 
 
-def test_a_bar_on_a_terminal(folder, prompts, out):
-    arguments = ["warm", "-m", str(folder), "--prompts", str(prompts), "--out", str(out), "-n", str(NEW)]
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
-    result = CliRunner().invoke(app, arguments, env=terminal)
+def test_a_bar_on_a_terminal(warm):
+    result = warm(env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"})
     assert result.exit_code == 0, result.output
     assert "3/3" in result.stderr and "tokens per step" in result.stderr
 
@@ -205,47 +187,31 @@ def test_a_model_that_cannot_be_served_fills_nothing(lade, unsupported, prompts,
     assert not out.exists() and "lookahead=" not in ran.stderr, "what cannot be typed is not told"
 
 
-@pytest.fixture
-def foreign(out):
-    """A memory of another tokenizer."""
-
-    class Other:
-        def get_vocab(self):
-            return {"a": 0}
-
-    Memory().save(out, Other())
-    return out
-
-
-def test_a_memory_of_another_tokenizer_or_a_damaged_one(warm, lade, folder, foreign):
-    fails(warm(), foreign, "tokenizer", "lade warm")
-    fails(lade("generate", "-m", folder, "-p", "x", "--memory", foreign), foreign, "tokenizer", "lade warm")
-    fails(lade("chat", "-m", folder, "--memory", foreign), foreign, "tokenizer")
-    assert warm("--fresh").exit_code == 0
-    foreign.write_bytes(foreign.read_bytes()[:-1])
-    fails(warm(), foreign, "damaged", "lade warm")
-    fails(lade("generate", "-m", folder, "-p", "x", "--memory", foreign), foreign, "damaged", "lade warm")
+def test_a_memory_of_another_tokenizer_or_a_damaged_one(warm, lade, folder, out):
+    Memory().save(out, SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    for problem in ("tokenizer", "damaged"):
+        fails(warm(), out, problem, "lade warm")
+        fails(lade("generate", "-m", folder, "-p", "x", "--memory", out), out, problem, "lade warm")
+        fails(lade("chat", "-m", folder, "--memory", out), out, problem)
+        if problem == "tokenizer":
+            assert warm("--fresh").exit_code == 0
+            out.write_bytes(out.read_bytes()[:-1])
     with pytest.raises(InputError):
-        Memory.load(foreign)
+        Memory.load(out)
     assert warm("--fresh").exit_code == 0
 
 
-def test_a_memory_makes_generation_faster_and_stays_as_it_is(warm, lade, folder, out, plain, tokenizer):
+def test_a_memory_makes_generation_faster_and_stays_as_it_is(warm, lade, report, folder, out, plain, tokenizer):
     warm()
-    before = out.read_bytes()
-    arguments = ["generate", "-m", folder, "-p", TEXTS[0], "-n", NEW, "--json", "--budget", 8]
-    report, without = (json.loads(lade(*arguments, *more).stdout) for more in (["--memory", out], []))
-    assert report["token_ids"] == without["token_ids"] == plain(tokenizer(TEXTS[0])["input_ids"], NEW)
-    assert report["steps"] < without["steps"]
-    assert report["config"]["memory"] is True and without["config"]["memory"] is False
+    before, expected = out.read_bytes(), plain(tokenizer(TEXTS[0])["input_ids"], NEW)
+    arguments = ["generate", "-m", folder, "-p", TEXTS[0], "-n", NEW, "--budget", 8]
+    found, without = (report(*arguments, *more) for more in (["--memory", out], []))
+    assert found["token_ids"] == without["token_ids"] == expected
+    assert found["steps"] < without["steps"]
+    assert found["config"]["memory"] is True and without["config"]["memory"] is False
+    result = lade("chat", "-m", folder, "-n", NEW, "--memory", out, "--budget", 8, stdin=TEXTS[0] + "\n")
+    assert (result.exit_code, result.stdout) == (0, tokenizer.decode(expected) + "\n"), result.output
+    assert "adaptive, budget 8, memory" in result.stderr
     assert out.read_bytes() == before
     result = lade("generate", "-m", folder, "-p", TEXTS[0], "-n", NEW, "--memory", out)
     assert any(line.endswith("· adaptive, memory") for line in result.stderr.splitlines())
-
-
-def test_a_chat_with_a_memory(warm, lade, folder, out, plain, tokenizer):
-    warm()
-    result = lade("chat", "-m", folder, "-n", NEW, "--memory", out, "--budget", 8, stdin=TEXTS[0] + "\n")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == tokenizer.decode(plain(tokenizer(TEXTS[0])["input_ids"], NEW)) + "\n"
-    assert "adaptive, budget 8, memory" in result.stderr

@@ -1,11 +1,16 @@
 """Configs, prompts of several lengths, and beams through `lade.generate` compared with those of `model.generate`."""
 
+import functools
+
 import torch
 from hypothesis import strategies as st
+from small_models import small_model
+from transformers import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.user_cache import UnreadCache
+from lade.testing import toy_model
 
 VOCABULARY, PAD = 48, 0
 PAPER = lade.LookaheadConfig(7, 5, 7)
@@ -27,7 +32,41 @@ CONFIGS = PAPERS | st.builds(
     seed=st.integers(0, 3),
 )
 """Any that `lade.generate` takes: of the paper's method, and of the adaptive one."""
+PROMPTS = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
+MODELS = {
+    "llama": toy_model("llama"),
+    "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
+    "gpt2": toy_model("gpt2"),
+}
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+windowed = functools.partial(small_model, "mistral", torch.float64, sliding_window=8)
+"""A model whose layers see eight tokens back."""
+unsupported = functools.partial(small_model, "gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]])
+"""A model that is decoded plainly, for its local attention."""
+
+
+def processing(vocabulary):
+    """Arguments that transformers turns into processors and criteria."""
+    tokens = st.integers(0, vocabulary - 1)
+    words = st.lists(tokens, min_size=1, max_size=2)
+    biases = st.tuples(words.map(tuple), st.sampled_from([-4.0, 2.0]))
+    return {
+        "do_sample": st.just(True),
+        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "bad_words_ids": st.lists(words, min_size=1, max_size=3),
+        "min_new_tokens": st.integers(0, 12),
+        "min_length": st.integers(0, 15),
+        "forced_eos_token_id": tokens,
+        "suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
+        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
+        "sequence_bias": st.lists(biases, min_size=1, max_size=3, unique_by=lambda pair: pair[0]).map(dict),
+        "exponential_decay_length_penalty": st.tuples(st.integers(0, 5), st.sampled_from([1.1, 2.0])),
+        "watermarking_config": st.just(WatermarkingConfig(greenlist_ratio=0.4, bias=2.0)),
+        "renormalize_logits": st.just(True),
+        "remove_invalid_values": st.just(True),
+        "max_time": st.just(1000.0),
+    }
 
 
 class Spelled:

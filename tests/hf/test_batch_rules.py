@@ -193,10 +193,6 @@ def test_a_criterion_says_of_a_row_what_it_says_in_the_batch(name):
         assert together.tolist() == [bool(criterion(text[None, -length:], None)) for text in texts]
 
 
-def users(input_ids, scores):
-    return scores
-
-
 class Users(PROCESSORS["TemperatureLogitsWarper"]):
     """What it makes of a batch nobody knows, though it is derived from one that is known."""
 
@@ -208,7 +204,7 @@ class UsersCriterion(StoppingCriteria):
 
 @pytest.mark.parametrize(
     ("processors", "criteria"),
-    [([users], []), ([Users(0.5)], []), ([], [UsersCriterion(), one_of("EosTokenCriteria")])],
+    [([lambda ids, scores: scores], []), ([Users(0.5)], []), ([], [UsersCriterion(), one_of("EosTokenCriteria")])],
 )
 def test_what_a_user_wrote_is_shown_all_rows(processors, criteria):
     assert go_together(processors, criteria)

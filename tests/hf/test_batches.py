@@ -1,7 +1,5 @@
 """Batches through `lade.generate` against `model.generate`: left-padded prompts, rows that end when they end."""
 
-import warnings
-
 import pytest
 import torch
 from effort import examples
@@ -9,40 +7,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
 from pretend import cost_of_passes
-from same_as_plain import CONFIGS, PAD, PAPER, VOCABULARY, padded, random_texts
-from spies import failing, watched
-from transformers import GenerationConfig, WatermarkingConfig
+from same_as_plain import (
+    CONFIGS,
+    MODELS,
+    PAD,
+    PAPER,
+    PROMPTS,
+    VOCABULARY,
+    assert_same_tokens,
+    padded,
+    processing,
+    random_texts,
+)
+from spies import answered, failing, watched
+from transformers import GenerationConfig
 
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import Controller
-from lade.hf import session
 from lade.hf.sampling import Draws
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 from lade_lab.fakes import nearly_flat_cost
 
-MODELS = {
-    "llama": toy_model("llama"),
-    "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
-    "gpt2": toy_model("gpt2"),
-}
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
 
-
-def outcome(generate, seed, **arguments):
-    """Ids and the generator's state."""
-    torch.manual_seed(seed)
-    return generate(pad_token_id=PAD, **arguments).tolist(), torch.get_rng_state().tolist()
-
-
-def assert_same(model, lookahead=PAPER, *, seed=0, stats=None, **arguments):
-    """Plain's ids and generator, without any fallback; returns the ids."""
-    expected = outcome(model.generate, seed, **arguments)
-    assert outcome(lade.generate, seed, model=model, lookahead=lookahead, stats=stats, **arguments) == expected
-    return expected[0]
+def assert_same(model, lookahead=PAPER, **arguments):
+    """Plain's ids and generator; returns the ids."""
+    return assert_same_tokens(model, lookahead, **{"pad_token_id": PAD, **arguments}).tolist()
 
 
 def lengths_of(ids, width, eos):
@@ -55,7 +48,7 @@ def lengths_of(ids, width, eos):
 @given(
     family=st.sampled_from(sorted(MODELS)),
     config=CONFIGS,
-    texts=prompts,
+    texts=PROMPTS,
     new_tokens=st.integers(1, 40),
     eos=st.sampled_from([[5], [3, 17, 40]]),
     sampling=st.sampled_from(
@@ -70,16 +63,8 @@ def lengths_of(ids, width, eos):
 )
 def test_any_batch_is_plains_batch(family, config, texts, new_tokens, eos, sampling, seed):
     stats, prepared = Stats(), padded(texts)
-    ids = assert_same(
-        MODELS[family],
-        config,
-        seed=seed,
-        stats=stats,
-        **prepared,
-        max_new_tokens=new_tokens,
-        eos_token_id=eos,
-        **sampling,
-    )
+    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, **sampling}
+    ids = assert_same(MODELS[family], config, seed=seed, stats=stats, **prepared, **arguments)
     assert stats.generations == len(ids) == len(texts) * sampling.get("num_return_sequences", 1)
     assert stats.new_tokens == sum(lengths_of(ids, prepared["input_ids"].shape[1], eos))
     assert sum(stats.accepted) == stats.new_tokens - stats.generations
@@ -95,24 +80,10 @@ tokens = st.integers(0, VOCABULARY - 1)
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 25), "eos_token_id": st.lists(tokens, min_size=1, max_size=3, unique=True)},
     optional={
-        "do_sample": st.just(True),
-        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        **processing(VOCABULARY),
         "encoder_repetition_penalty": st.sampled_from([0.7, 1.3]),
         "encoder_no_repeat_ngram_size": st.integers(1, 2),
-        "no_repeat_ngram_size": st.integers(1, 3),
-        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
-        "min_new_tokens": st.integers(0, 12),
-        "min_length": st.integers(0, 15),
-        "forced_eos_token_id": tokens,
-        "suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "sequence_bias": st.just({(7,): 2.0, (8, 9): -4.0}),
         "prefix_allowed_tokens_fn": st.just(of_its_row),
-        "exponential_decay_length_penalty": st.just((2, 1.3)),
-        "watermarking_config": st.just(WatermarkingConfig(greenlist_ratio=0.4, bias=2.0)),
-        "renormalize_logits": st.just(True),
-        "remove_invalid_values": st.just(True),
-        "max_time": st.just(1000.0),
         "top_p": st.just(0.7),
         "typical_p": st.just(0.6),
     },
@@ -122,12 +93,13 @@ options = st.fixed_dictionaries(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 @settings(max_examples=examples(60))
-@given(texts=prompts, config=CONFIGS, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
+@given(texts=PROMPTS, config=CONFIGS, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
 def test_processors_are_asked_row_by_row(texts, config, arguments, repeats, seed):
     if "do_sample" in arguments:
         arguments["num_return_sequences"] = repeats
+    torch.manual_seed(seed)
     try:
-        outcome(MODELS["llama"].generate, seed, **padded(texts), **arguments)
+        MODELS["llama"].generate(pad_token_id=PAD, **padded(texts), **arguments)
     except (RuntimeError, ValueError):  # constraints leave no token, be it in a row that has ended
         return
     assert_same(MODELS["llama"], config, seed=seed, **padded(texts), **arguments)
@@ -177,6 +149,15 @@ def test_unused_slots_of_the_cache_are_seen_by_nobody(monkeypatch):
     assert sum(poisoned) > 0
 
 
+@pytest.fixture(scope="module")
+def ending():
+    """Four prompts of which one text goes on to the end, and others end early."""
+    texts = random_texts(6, 6, 6, 6)
+    plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
+    eos = [int(plain[0, 3]), int(plain[2, 9])]
+    return {**padded(texts), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD}
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Shapes of all that is fed, prefill first."""
@@ -187,22 +168,18 @@ def passes(monkeypatch):
     return watched(monkeypatch, type(MODELS["llama"]), "__call__", shape)
 
 
-def test_rows_that_have_ended_are_not_fed(passes):
-    texts = random_texts(6, 6, 6, 6)
-    plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
-    eos = [int(plain[0, 3]), int(plain[2, 9])]
-    ids = assert_same(MODELS["llama"], **padded(texts), max_new_tokens=40, eos_token_id=eos)
-    assert 40 in (ends := lengths_of(ids, 6, eos)) and min(ends) < 10
+def test_rows_that_have_ended_are_not_fed(passes, ending):
+    ids = assert_same(MODELS["llama"], **ending)
+    assert 40 in (ends := lengths_of(ids, 6, ending["eos_token_id"])) and min(ends) < 10
     passes.clear()
     stats = Stats()
-    arguments = {**padded(texts), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD}
-    lade.generate(MODELS["llama"], lookahead=PAPER, stats=stats, **arguments)
+    lade.generate(MODELS["llama"], lookahead=PAPER, stats=stats, **ending)
     rows = [shape[0] for shape in passes[1:]]
     assert rows[0] == 4 and rows[-1] < 4 and rows == sorted(rows, reverse=True)
     assert sum(rows) == stats.steps
 
 
-def test_prompts_are_fed_together_and_those_that_are_alike_once(passes):
+def test_prompts_are_fed_together_those_that_are_alike_once_and_those_of_very_unlike_lengths_apart(passes):
     short, long = random_texts(5, 9)
     texts = [long, short, long, random_texts(9, seed=3)[0], short]
     arguments = {**padded(texts), "max_new_tokens": 4, "pad_token_id": PAD}
@@ -211,9 +188,7 @@ def test_prompts_are_fed_together_and_those_that_are_alike_once(passes):
     passes.clear()
     lade.generate(MODELS["llama"], lookahead=PAPER, do_sample=True, num_return_sequences=3, **arguments)
     assert passes[0] == (3, 9) and passes[1][0] == 15
-
-
-def test_prompts_of_very_unlike_lengths_are_fed_apart(passes):
+    passes.clear()
     assert_same(MODELS["llama"], **padded(random_texts(4, 90, 7, 84)), max_new_tokens=10)
     assert passes[0] == (4, 90), "plain decoding's own"
     assert passes[10:12] == [(2, 7), (2, 90)]
@@ -259,18 +234,7 @@ def test_seconds_are_counted_once_a_pass(monkeypatch):
 
 def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
     """Blocks are kept for as many tokens as the first row is ahead of the last one that goes on."""
-    made, most = [], []
-
-    class Watched(Draws):
-        def __init__(self, rows):
-            super().__init__(rows)
-            made.append(self)
-
-        def take(self, row):
-            super().take(row)
-            most.append(len(self.noise))
-
-    monkeypatch.setattr(session, "Draws", Watched)
+    taken = answered(monkeypatch, Draws, "take", lambda _, draws, row: (len(draws.noise), draws))
     texts = random_texts(6, 6, 6)
     torch.manual_seed(0)
     first = MODELS["llama"].generate(torch.tensor(texts), do_sample=True, max_new_tokens=60)[:, 6:].tolist()
@@ -279,7 +243,7 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
     arguments = {"do_sample": True, "max_new_tokens": 60, "eos_token_id": eos}
     ids = assert_same(MODELS["llama"], LookaheadConfig(0, 2, 0), **padded(texts), **arguments)
     assert lengths_of(ids, 6, [eos]) == ends[eos]
-    assert max(most) == 1 and not len(made[0].noise), "here all rows go in step"
+    assert max(kept for kept, _ in taken) == 1 and not len(taken[0][1].noise), "here all rows go in step"
 
 
 # --- drafting --------------------------------------------------------------------------------------------------------
@@ -287,17 +251,12 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
 
 def test_rows_share_the_memory_that_is_given():
     """The second row says what the first one has said, so it has much to gain."""
-    memory = Memory()
-    (text,) = random_texts(8)
-    for shared in (memory, None):
-        stats = Stats()
+    memory, alone, together = Memory(), Stats(), Stats()
+    ids = torch.tensor(random_texts(8) * 2)
+    for shared, stats in ((None, alone), (memory, together), (memory, together)):
         config = LookaheadConfig(budget=16, memory=shared)
-        lade.generate(MODELS["llama"], torch.tensor([text, text]), max_new_tokens=60, lookahead=config, stats=stats)
-        if shared:
-            assert len(memory) > 60
-            lade.generate(MODELS["llama"], torch.tensor([text, text]), max_new_tokens=60, lookahead=config, stats=stats)
-            known = stats.steps / 2
-    assert stats.steps > 1.2 * known
+        lade.generate(MODELS["llama"], ids, max_new_tokens=60, lookahead=config, stats=stats)
+    assert len(memory) > 60 and alone.steps > 1.2 * together.steps / 2
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -326,7 +285,7 @@ def test_a_batch_goes_by_how_far_its_rows_are_and_an_engine_does_not(monkeypatch
     assert told and not any(told)
 
 
-def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
+def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch, ending):
     asked, observed = [], []
 
     def cost_of(batch):
@@ -336,37 +295,18 @@ def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
         return cost
 
     cost_of_passes(monkeypatch, cost_of)
-    texts = random_texts(6, 6, 6, 6)
-    plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
-    eos = [int(plain[0, 3]), int(plain[2, 9])]
-    stats = Stats()
 
     def see(runner, trees, rows, cache):
         return (len(rows), max(map(len, trees)))
 
     largest = watched(monkeypatch, EagerRunner, "forward", see)
-    assert_same(MODELS["llama"], "auto", **padded(texts), max_new_tokens=40, eos_token_id=eos, stats=stats)
+    assert_same(MODELS["llama"], "auto", **ending)
     assert asked[0] == 4 and asked == sorted(asked, reverse=True) and asked[-1] <= 2
     assert [size for _, size in observed] == [size for _, size in largest], "once a pass, by the largest tree"
     assert all(rows <= batch < 2 * max(rows, 2) for (batch, _), (rows, _) in zip(observed, largest, strict=True))
 
 
 # --- what comes back, and what is refused ----------------------------------------------------------------------------
-
-
-def test_the_three_ways_agree():
-    model, arguments = MODELS["llama"], {**padded(random_texts(4, 9)), "max_new_tokens": 20, "pad_token_id": PAD}
-    plain = model.generate(**arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lade.FallbackWarning)
-        for ours in (
-            lade.generate(model, **arguments),
-            lade.generate(model, arguments["input_ids"], **{k: v for k, v in arguments.items() if k != "input_ids"}),
-            lade.generate(model, lookahead=None, **arguments),
-            model.generate(custom_generate=lade.decode, **arguments),
-            model.generate(custom_generate=lade.decoder(), lookahead=PAPER, **arguments),
-        ):
-            assert torch.equal(ours, plain)
 
 
 def test_the_end_of_sequence_pads_where_no_padding_is_given():
@@ -405,17 +345,11 @@ def test_a_batch_is_not_streamed(lookahead):
             lade.stream(MODELS["llama"], lookahead=lookahead, max_new_tokens=5, **arguments, **more)
 
 
-@pytest.mark.parametrize(
-    ("mask", "said"),
-    [
-        ([[1, 1, 1], [1, 1, 0]], "an attention_mask that ends with 0"),
-        ([[1, 1, 1], [0, 0, 0]], "an attention_mask of zeros"),
-    ],
-)
-def test_a_mask_that_leaves_no_text_to_continue(mask, said):
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    with pytest.raises(UnsupportedArgumentError, match=said):
-        lade.generate(MODELS["llama"], ids, attention_mask=torch.tensor(mask), max_new_tokens=5, lookahead=PAPER)
+@pytest.mark.parametrize(("second", "said"), [([1, 1, 0], "that ends with 0"), ([0, 0, 0], "of zeros")])
+def test_a_mask_that_leaves_no_text_to_continue(second, said):
+    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 1], second])
+    with pytest.raises(UnsupportedArgumentError, match=f"an attention_mask {said}"):
+        lade.generate(MODELS["llama"], ids, attention_mask=mask, max_new_tokens=5, lookahead=PAPER)
 
 
 def test_an_error_leaves_nothing_broken():
@@ -431,18 +365,14 @@ def test_an_error_leaves_nothing_broken():
     assert_same(MODELS["llama"], **arguments, max_new_tokens=9)
 
 
-def test_plain_batches_fill_stats_too():
-    texts = random_texts(6, 6, 6, 6)
-    first = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
-    eos = [int(first[0, 3]), int(first[2, 9])]
-    arguments = {**padded(texts), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD}
+def test_plain_batches_fill_stats_too(ending):
     ours, plain, fallen = Stats(), Stats(), Stats()
-    ids = lade.generate(MODELS["llama"], lookahead=PAPER, stats=ours, **arguments)
-    lade.generate(MODELS["llama"], lookahead=None, stats=plain, **arguments)
+    ids = lade.generate(MODELS["llama"], lookahead=PAPER, stats=ours, **ending)
+    lade.generate(MODELS["llama"], lookahead=None, stats=plain, **ending)
     with pytest.warns(lade.FallbackWarning):
-        unserved = {"past_key_values": TreeCache(), **arguments}
+        unserved = {"past_key_values": TreeCache(), **ending}
         MODELS["llama"].generate(custom_generate=lade.decode, stats=fallen, **unserved)
-    lengths = lengths_of(ids.tolist(), 6, eos)
+    lengths = lengths_of(ids.tolist(), 6, ending["eos_token_id"])
     for stats in (ours, plain, fallen):
         assert (stats.generations, stats.new_tokens) == (4, sum(lengths))
     assert plain.steps == fallen.steps == sum(lengths) - 4 and plain.accepted == [1] * plain.steps

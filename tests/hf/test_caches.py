@@ -1,14 +1,14 @@
 """A conversation's cache: handed in, used, handed back; ours to plain decoding and the other way round."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
-from same_as_plain import assert_same_cache
+from same_as_plain import assert_same_cache, windowed
 from spies import failing, watched
 from transformers import DynamicCache, StaticCache
-from windowed import windowed
 
 import lade
 from lade import LookaheadConfig
@@ -18,12 +18,11 @@ from lade.testing import toy_model
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 
 
-def ours(model, ids, new, **more):
-    return lade.generate(model, input_ids=ids, max_new_tokens=new, lookahead=LookaheadConfig(4, 3, 4), **more)
+def ours(model, ids, new, lookahead=LookaheadConfig(4, 3, 4), **more):  # noqa: B008 - it is never changed
+    return lade.generate(model, input_ids=ids, max_new_tokens=new, lookahead=lookahead, **more)
 
 
-def adaptive(model, ids, new, **more):
-    return lade.generate(model, input_ids=ids, max_new_tokens=new, lookahead=LookaheadConfig(budget=12), **more)
+adaptive = functools.partial(ours, lookahead=LookaheadConfig(budget=12))
 
 
 def plain(model, ids, new, **more):
@@ -54,18 +53,12 @@ def test_turns_may_be_decoded_by_either(make, kind, turns):
         text = output
 
 
-def test_what_is_cached_is_not_fed_again():
-    model, cache = toy_model(), DynamicCache()
-    text = plain(model, IDS, 5, past_key_values=cache)
-    text = torch.cat([text, torch.tensor([[6, 6, 6]])], dim=1)
-    first = next(lade.stream(model, input_ids=text, max_new_tokens=9, past_key_values=cache))
-    assert first.fed == 4
-
-
-def test_the_output_carries_the_users_own_cache():
+def test_the_output_carries_the_users_own_cache_and_what_is_in_it_is_not_fed_again():
     model, cache = toy_model(), DynamicCache()
     output = ours(model, IDS, 5, past_key_values=cache, return_dict_in_generate=True)
     assert output.past_key_values is cache and cache.get_seq_length() == 12
+    text = torch.cat([output.sequences, torch.tensor([[6, 6, 6]])], dim=1)
+    assert next(lade.stream(model, input_ids=text, max_new_tokens=9, past_key_values=cache)).fed == 4
 
 
 @pytest.mark.parametrize(
@@ -126,28 +119,22 @@ def test_a_cache_that_leaves_nothing_of_the_prompt_to_feed_is_left_to_plain_deco
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
-def test_a_cache_in_which_a_pass_was_interrupted_is_refused(kind):
-    model, cache = toy_model(), kind()
+def test_caches_of_several_rows_or_of_an_interrupted_pass_are_refused(kind):
+    model, several, torn = toy_model(), kind(), kind()
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     with torch.no_grad():
-        model(IDS[:, :3], past_key_values=cache)
+        model(IDS[:, :3].repeat(2, 1), past_key_values=several)
+        model(IDS[:, :3], past_key_values=torn)
         model.model.layers[1].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(IDS[:, 3:5], past_key_values=cache)
-    with pytest.raises(lade.UnsupportedArgumentError, match="its layers hold from 3 to 5 tokens"):
-        ours(toy_model(), IDS, 5, past_key_values=cache)
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, lade.TreeCache])
-def test_a_cache_of_several_rows_is_refused_for_one_prompt(kind):
-    model, cache = toy_model(), kind()
-    with torch.no_grad():
-        model(IDS[:, :3].repeat(2, 1), past_key_values=cache)
+            model(IDS[:, 3:5], past_key_values=torn)
     with pytest.raises(lade.UnsupportedArgumentError, match="it holds 2 rows, and there is one prompt"):
-        ours(model, IDS, 5, past_key_values=cache)
+        ours(toy_model(), IDS, 5, past_key_values=several)
+    with pytest.raises(lade.UnsupportedArgumentError, match="its layers hold from 3 to 5 tokens"):
+        ours(toy_model(), IDS, 5, past_key_values=torn)
 
 
 def test_a_padded_prompt_gets_plains_cache_and_continues_none():

@@ -15,6 +15,13 @@ from lade.testing import toy_model
 IDS = torch.tensor([[1, 2, 1, 2, 1]])
 
 
+def passes_of(model):
+    """A list that gains an element with each forward pass."""
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    return passes
+
+
 @pytest.fixture
 def model():
     return toy_model()
@@ -42,12 +49,11 @@ WAYS = {
 @pytest.mark.parametrize("lookahead", ["auto", None, lade.LookaheadConfig(3, 3, 3)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_streamer_that_a_callable_is_not_passed_is_refused_before_any_pass(model, way, lookahead):
-    listener, passes = Listener(), Passes(model)
+    listener, passes = Listener(), passes_of(model)
+    arguments = {"max_new_tokens": 9, "streamer": listener, "custom_generate": WAYS[way](listener)}
     with pytest.raises(lade.UnsupportedArgumentError, match=REFUSED):
-        model.generate(
-            IDS, max_new_tokens=9, streamer=listener, custom_generate=WAYS[way](listener), lookahead=lookahead
-        )
-    assert passes.count == 0 and listener.ends == 1 and listener.received == [IDS.tolist()]
+        model.generate(IDS, lookahead=lookahead, **arguments)
+    assert not passes and listener.ends == 1 and listener.received == [IDS.tolist()]
 
 
 def test_a_streamer_of_another_generate_around_it_is_none_of_its_own(model):
@@ -75,38 +81,26 @@ def test_stop_strings_raise_and_their_criterion_is_served(model, letters):
     assert torch.equal(ours, expected) and expected.shape[1] <= 13
 
 
-class Passes:
-    """Counts the forward passes of a model."""
-
-    def __init__(self, model):
-        self.count = 0
-        model.register_forward_pre_hook(self)
-
-    def __call__(self, *_):
-        self.count += 1
-
-
 @pytest.mark.parametrize("way", ["generate", "enable", "decoder", "stream"])
 def test_a_fallback_leaves_no_trace_but_one_warning_at_the_users_line(model, way):
     arguments = {"max_new_tokens": 9, "do_sample": True, "return_dict_in_generate": True, "output_hidden_states": True}
     expected, listener, stats = Listener(), Listener(), lade.Stats()
     torch.manual_seed(3)
     model.generate(IDS, streamer=expected, **arguments)
-    state, passes = torch.get_rng_state(), Passes(model)
+    state, passes = torch.get_rng_state(), passes_of(model)
+    arguments |= {"inputs": IDS, "stats": stats}
     ways = {
-        "generate": lambda: lade.generate(model, IDS, streamer=listener, stats=stats, **arguments),
-        "enable": lambda: lade.enable(model, stats=stats).generate(IDS, streamer=listener, **arguments),
-        "decoder": lambda: model.generate(
-            IDS, custom_generate=lade.decoder(streamer=listener), stats=stats, **arguments
-        ),
-        "stream": lambda: list(lade.stream(model, IDS, stats=stats, **arguments)),
+        "generate": lambda: lade.generate(model, streamer=listener, **arguments),
+        "enable": lambda: lade.enable(model).generate(streamer=listener, **arguments),
+        "decoder": lambda: model.generate(custom_generate=lade.decoder(streamer=listener), **arguments),
+        "stream": lambda: list(lade.stream(model, **arguments)),
     }
     torch.manual_seed(3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ways[way]()
     assert [(each.category, each.filename) for each in caught] == [(lade.FallbackWarning, __file__)]
-    assert "output_hidden_states" in stats.fallback and stats.new_tokens == passes.count == 9
+    assert "output_hidden_states" in stats.fallback and stats.new_tokens == len(passes) == 9
     assert torch.equal(torch.get_rng_state(), state)
     assert way == "stream" or (listener.received == expected.received and listener.ends == 1)
 
@@ -115,10 +109,10 @@ def test_what_only_model_generate_decodes_is_left_to_it_with_one_warning(model):
     """Transformers prepares it for a callable without the assistant."""
     model.generation_config.prompt_lookup_num_tokens = 3
     expected = model.generate(IDS, max_new_tokens=40)
-    passes, stats = Passes(model), lade.Stats()
+    passes, stats = passes_of(model), lade.Stats()
     with pytest.warns(lade.FallbackWarning, match="prompt_lookup_num_tokens=3") as caught:
         ours = lade.generate(model, IDS, max_new_tokens=40, stats=stats)
-    assert torch.equal(ours, expected) and len(caught) == 1 and passes.count < 40
+    assert torch.equal(ours, expected) and len(caught) == 1 and len(passes) < 40
     again = copy.deepcopy(model)  # a fallback is reported once per model
     with pytest.warns(lade.FallbackWarning):
         ours = again.generate(IDS, max_new_tokens=40, custom_generate=lade.decode)

@@ -18,14 +18,8 @@ def distributions(rows, tokens, vocabulary, seed):
     return scores.masked_fill(banned, -torch.inf).softmax(dim=-1)
 
 
-def noise_of(draws):
-    """The blocks that are kept for rows that have not drawn from them yet."""
-    return draws.noise
-
-
 def assert_nothing_is_kept(draws):
-    noise = noise_of(draws)
-    assert not noise._kept and not noise._states
+    assert not draws.noise._kept and not draws.noise._states
 
 
 def in_step(probabilities, ends):
@@ -139,13 +133,6 @@ def test_who_draws_between_two_steps_is_heard():
     assert ours == expected and torch.equal(our_state, state)
 
 
-@pytest.mark.parametrize("wrong", [[0.5, torch.nan], [torch.inf, 0.5], [-0.1, 1.1], [0.0, 0.0]])
-def test_what_is_no_distribution_has_no_token(wrong):
-    nodes = torch.tensor([[0.5, 0.5], wrong, [0.0, 1.0]])
-    found = LoneSampler().draw_ahead(nodes, [0, 1, 1]).tolist()
-    assert found[0] in (0, 1) and found[1:] == [NO_TOKEN, 1]
-
-
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 50000), (2, 32000), (3, 50257), (16, 32000), (5, 128256)])
 def test_at_the_size_of_real_vocabularies(rows, vocabulary):
     """There noise is drawn by several threads and by vector instructions."""
@@ -162,15 +149,15 @@ def test_a_block_is_kept_until_the_last_row_has_passed_it():
     draws, (probabilities,) = Draws(3), distributions(1, 1, 10, seed=0)
     for _ in range(4):
         RowSampler(draws, 0).draw(probabilities)
-    assert len(noise_of(draws)) == 4
+    assert len(draws.noise) == 4
     RowSampler(draws, 1).draw(probabilities)
-    assert len(noise_of(draws)) == 4, "row 2 needs them all"
+    assert len(draws.noise) == 4, "row 2 needs them all"
     draws.leave(2)
-    assert len(noise_of(draws)) == 3
+    assert len(draws.noise) == 3
     draws.leave(1)
-    assert len(noise_of(draws)) == 0, "row 0 draws new ones"
+    assert len(draws.noise) == 0, "row 0 draws new ones"
     RowSampler(draws, 0).draw(probabilities)
-    assert len(noise_of(draws)) == 0
+    assert len(draws.noise) == 0
 
 
 def test_what_is_kept_is_bounded():
@@ -188,7 +175,10 @@ def test_what_is_kept_is_bounded():
 
 
 @pytest.mark.parametrize("wrong", [[0.5, torch.nan], [torch.inf, 0.5], [-0.1, 1.1], [0.0, 0.0]])
-def test_what_is_no_distribution_fails_as_in_torch(wrong):
+def test_what_is_no_distribution_has_no_token_ahead_and_fails_as_in_torch(wrong):
+    nodes = torch.tensor([[0.5, 0.5], wrong, [0.0, 1.0]])
+    found = LoneSampler().draw_ahead(nodes, [0, 1, 1]).tolist()
+    assert found[0] in (0, 1) and found[1:] == [NO_TOKEN, 1]
     wrong = torch.tensor([wrong])
     with pytest.raises(RuntimeError) as ours:
         RowSampler(Draws(2), 0).draw(wrong)

@@ -38,11 +38,6 @@ def model():
     return toy_model()
 
 
-def only_fallback(caught):
-    assert [each.category for each in caught] == [lade.FallbackWarning], [str(each.message) for each in caught]
-    return str(caught[0].message)
-
-
 # --- the same tokens in fewer passes ---------------------------------------------------------------------------------
 
 
@@ -77,21 +72,16 @@ def test_an_enabled_model_generates_the_same_in_fewer_passes(model, ids, argumen
 
 
 def test_positional_arguments_are_those_of_generate(model):
-    config = GenerationConfig(max_new_tokens=25, do_sample=False)
-    seen = []
+    config, seen, stats = GenerationConfig(max_new_tokens=25, do_sample=False), [], Stats()
 
-    class Watch:
-        def __call__(self, input_ids, scores):
-            seen.append(input_ids.shape[1])
-            return scores
+    def watch(input_ids, scores):
+        seen.append(input_ids.shape[1])
+        return scores
 
-    expected = model.generate(IDS, config, LogitsProcessorList([Watch()]))
-    plainly = list(seen)
-    seen.clear()
-    stats = Stats()
+    expected = model.generate(IDS, config, LogitsProcessorList([watch]))
     lade.enable(model, PAPER, stats=stats)
-    assert torch.equal(model.generate(IDS, config, LogitsProcessorList([Watch()])), expected)
-    assert seen == plainly and stats.generations == 1
+    assert torch.equal(model.generate(IDS, config, LogitsProcessorList([watch])), expected)
+    assert seen[:25] == seen[25:] and stats.generations == 1
     with pytest.raises(TypeError, match="multiple values"):
         model.generate(IDS, inputs=IDS)
     assert inspect.signature(model.generate) == inspect.signature(toy_model().generate)
@@ -107,23 +97,6 @@ def test_one_call_may_have_settings_of_its_own(model):
 
 
 # --- streamers and stop strings --------------------------------------------------------------------------------------
-
-
-def read(generate, streamer, **arguments):
-    """What comes out of a `TextIteratorStreamer` while another thread generates, and the error of that thread."""
-    problems = []
-
-    def work():
-        try:
-            generate(input_ids=IDS, max_new_tokens=30, streamer=streamer, **arguments)
-        except Exception as problem:
-            problems.append(problem)
-
-    thread = Thread(target=work)
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    return text, problems
 
 
 def fails(input_ids, scores):
@@ -145,8 +118,19 @@ def fails(input_ids, scores):
 @pytest.mark.parametrize("lookahead", ["auto", PAPER, None], ids=["auto", "paper", "plain"])
 @pytest.mark.filterwarnings("ignore::lade.FallbackWarning")
 def test_a_text_iterator_streamer_ends_after_any_error(model, arguments, problem, lookahead):
+    streamer, problems = TextIteratorStreamer(Spelled(), timeout=60), []
     lade.enable(model, lookahead)
-    _, problems = read(model.generate, TextIteratorStreamer(Spelled(), timeout=60), **arguments)
+
+    def work():
+        try:
+            model.generate(input_ids=IDS, max_new_tokens=30, streamer=streamer, **arguments)
+        except Exception as error:
+            problems.append(error)
+
+    thread = Thread(target=work)
+    thread.start()
+    assert isinstance("".join(streamer), str), "its reader is let go"
+    thread.join()
     assert len(problems) == 1 and problem in str(problems[0])
 
 
@@ -154,18 +138,13 @@ def test_a_streamer_is_ended_once_with_or_without_a_fallback(model):
     expected = Listener()
     model.generate(IDS, max_new_tokens=20, streamer=expected)
     lade.enable(model)
-    for more, warned in (({}, 0), ({"use_cache": False}, 1), ({"custom_generate": deaf}, 1)):
+    for more, warned in (({}, 0), ({"use_cache": False}, 1), ({"custom_generate": greedy}, 1)):
         listener = Listener()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.generate(IDS, max_new_tokens=20, streamer=listener, **more)
         assert len(caught) == warned and listener.ends == 1
-        assert listener.received == (expected.received if more.get("custom_generate") is not deaf else [IDS.tolist()])
-
-
-def deaf(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-    """A user's way of decoding, to which transformers passes no streamer."""
-    return input_ids
+        assert listener.received == ([IDS.tolist()] if "custom_generate" in more else expected.received)
 
 
 def test_stop_strings_as_arguments_and_in_configs(model, letters):
@@ -208,9 +187,7 @@ def test_a_pipeline_streams_stops_and_answers_batches(model, letters):
     expected = [pipe(text, **arguments, **more) for text, more in calls]
     stats = Stats()
     lade.enable(model, PAPER, stats=stats)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lade.FallbackWarning)
-        assert [pipe(text, **arguments, **more) for text, more in calls] == expected
+    assert [pipe(text, **arguments, **more) for text, more in calls] == expected
     assert stats.generations == 1 + 1 + 3 + 3 and stats.tokens_per_step > 1
     assert expected[2] != expected[3], "an end was met"
     streamer = TextIteratorStreamer(letters, skip_prompt=True, timeout=60, skip_special_tokens=True)
@@ -224,7 +201,7 @@ def test_a_pipeline_streams_stops_and_answers_batches(model, letters):
 
 
 def greedy(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-    """A user's way of decoding: the same token again."""
+    """A user's way of decoding, to which transformers passes no streamer: the same token again."""
     return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
 
 
@@ -242,48 +219,35 @@ def test_what_asks_for_another_way_is_left_to_it_with_one_warning(model, argumen
     expected = model.generate(IDS, max_new_tokens=12, **arguments)
     stats = Stats()
     lade.enable(model, stats=stats)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(lade.FallbackWarning, match=reason) as caught:
         assert torch.equal(model.generate(IDS, max_new_tokens=12, **arguments), expected)
-    assert reason in only_fallback(caught) and reason in stats.fallback
+    assert len(caught) == 1 and reason in stats.fallback
     lade.enable(model, PAPER)
     with pytest.raises(lade.UnsupportedArgumentError, match=reason):
         model.generate(IDS, max_new_tokens=12, **arguments)
 
 
-def test_ranks_that_go_on_together_are_left_to_it(model):
-    for lookahead, problem in (
-        (PAPER, "synced_gpus=True makes all ranks run as many passes"),
-        ("auto", "process group"),
-    ):
+def test_ranks_that_go_on_together_and_continuous_batching_are_left_to_it(model, monkeypatch):
+    failing(monkeypatch, type(model), "generate_batch", AssertionError("it was begun, without a look at lookahead"))
+    lade.enable(model, PAPER)
+    with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
+        model.generate(IDS, max_new_tokens=5, cache_implementation="paged")
+    for lookahead, problem in ((PAPER, "synced_gpus=True makes all ranks run as many"), ("auto", "process group")):
         lade.enable(model, lookahead)
         with warnings.catch_warnings(), pytest.raises(ValueError, match=problem):
             warnings.simplefilter("ignore", lade.FallbackWarning)
             model.generate(IDS, max_new_tokens=5, synced_gpus=True)
 
 
-def test_continuous_batching_is_left_to_it(model, monkeypatch):
-    """It begins and ends within `generate`, without a look at `custom_generate`."""
-    failing(monkeypatch, type(model), "generate_batch", AssertionError("it was begun"))
-    lade.enable(model, PAPER)
-    with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
-        model.generate(IDS, max_new_tokens=5, cache_implementation="paged")
-
-
-def test_a_model_in_training_falls_back_and_an_explicit_config_is_refused_at_once():
+def test_what_cannot_be_enabled_is_refused_at_once_and_a_model_in_training_falls_back():
     model = toy_model("gpt2").train()
-    with pytest.raises(lade.UnsupportedModelError, match="training mode"):
-        lade.enable(model, PAPER)
-    assert "generate" not in vars(model)
+    for lookahead, says in ((PAPER, "training mode"), ("fast", "lookahead='fast'")):
+        with pytest.raises(lade.LadeError, match=says):
+            lade.enable(model, lookahead)
+        assert "generate" not in vars(model)
     lade.enable(model)
     with pytest.warns(lade.FallbackWarning, match="training mode"):
         model.generate(IDS, max_new_tokens=3, pad_token_id=0)
-
-
-def test_a_wrong_lookahead_is_refused_at_once(model):
-    with pytest.raises(lade.ConfigError, match="lookahead='fast'"):
-        lade.enable(model, "fast")
-    assert "generate" not in vars(model)
 
 
 # --- on and off ------------------------------------------------------------------------------------------------------
@@ -299,12 +263,7 @@ def test_enabling_again_replaces_the_settings_and_disabling_restores_the_model(m
     assert vars(model) == before
     model.generate(IDS, max_new_tokens=20)
     assert second.generations == 1
-
-
-def test_disabling_what_is_not_enabled_changes_nothing(model):
-    before = dict(vars(model))
-    lade.disable(model)
-    assert vars(model) == before
+    assert lade.disable(lade.disable(model)) is model and vars(model) == before
     assert lade.disable("model") == "model"
 
 
@@ -312,18 +271,14 @@ def test_the_other_ways_of_an_enabled_model_are_what_they_were(model):
     expected = model.generate(IDS, max_new_tokens=20)
     stats, own = Stats(), Stats()
     lade.enable(model, LookaheadConfig(budget=3), stats=stats)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for call in (
-            functools.partial(lade.generate, model),
-            functools.partial(model.generate, custom_generate=lade.decode),
-            functools.partial(model.generate, custom_generate=lade.decoder()),
-        ):
-            assert torch.equal(call(input_ids=IDS, max_new_tokens=20, lookahead=PAPER, stats=own), expected)
-        steps = lade.stream(model, IDS, max_new_tokens=20, lookahead=PAPER, stats=own)
-        assert [token for step in steps for token in step.tokens] == expected[0, 5:].tolist()
-        with lade.Engine(model) as engine:
-            assert torch.equal(engine.add(IDS, max_new_tokens=20, lookahead=PAPER).result(), expected)
+    given = {"input_ids": IDS, "max_new_tokens": 20, "lookahead": PAPER}
+    assert torch.equal(lade.generate(model, **given, stats=own), expected)
+    for callable_ in (lade.decode, lade.decoder()):
+        assert torch.equal(model.generate(custom_generate=callable_, **given, stats=own), expected)
+    steps = lade.stream(model, **given, stats=own)
+    assert [token for step in steps for token in step.tokens] == expected[0, 5:].tolist()
+    with lade.Engine(model) as engine:
+        assert torch.equal(engine.add(**given).result(), expected)
     assert stats == Stats() and own.generations == 4
 
 

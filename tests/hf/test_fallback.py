@@ -7,26 +7,13 @@ import weakref
 
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from same_as_plain import unsupported
 
 import lade
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 1, 2, 1]])
 NEW = {"max_new_tokens": 4, "do_sample": False}
-
-
-def unsupported():
-    config = GPTNeoConfig(
-        vocab_size=48,
-        hidden_size=16,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPTNeoForCausalLM(config).eval()
 
 
 @pytest.fixture

@@ -46,16 +46,17 @@ GRAMMARS = [
 ]
 
 
-def plainly(grammar, ids=PROMPT, model=MODEL, seed=0, processors=(), **arguments):
+def plainly(grammar, ids=PROMPT, model=MODEL, seed=0, processors=(), tokenizer=TOKENIZER, **arguments):
     torch.manual_seed(seed)
-    own = [*processors, grammar.processor(TOKENIZER)]
+    ends = [arguments["eos_token_id"]] if "eos_token_id" in arguments else []
+    own = [*processors, grammar.processor(tokenizer, *ends)]
     return model.generate(ids, logits_processor=own, **{"max_new_tokens": NEW, **arguments})
 
 
-def guided(grammar, ids=PROMPT, model=MODEL, seed=0, processors=(), **arguments):
+def guided(grammar, ids=PROMPT, model=MODEL, seed=0, processors=(), tokenizer=TOKENIZER, **arguments):
     torch.manual_seed(seed)
     arguments = {"max_new_tokens": NEW, "lookahead": BUDGET, "logits_processor": list(processors), **arguments}
-    return lade.generate(model, ids, grammar=grammar, tokenizer=TOKENIZER, **arguments)
+    return lade.generate(model, ids, grammar=grammar, tokenizer=tokenizer, **arguments)
 
 
 def written(ids, prompt=PROMPT):
@@ -81,24 +82,17 @@ def test_schemas_are_followed_token_for_token(number, sampling):
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=["schema", "object", "regex", "choice", "lark"])
 def test_all_kinds_of_grammars_are_followed(grammar, sampling, lookahead):
-    for seed, cut in ((1, 0), (2, PROMPT.shape[1] - 1)):
-        more = {"seed": seed, "max_new_tokens": 30, **sampling}
-        assert torch.equal(
-            guided(grammar, PROMPT[:, cut:], lookahead=lookahead, **more), plainly(grammar, PROMPT[:, cut:], **more)
-        )
+    for seed, ids in ((1, PROMPT), (2, PROMPT[:, -1:])):
+        more = {"ids": ids, "seed": seed, "max_new_tokens": 30, **sampling}
+        assert torch.equal(guided(grammar, lookahead=lookahead, **more), plainly(grammar, **more))
 
 
 def test_what_the_grammar_forces_is_fed_as_a_chain_and_never_in_vain():
-    stats, steps = Stats(), []
-    steps = list(
-        lade.stream(
-            MODEL, PROMPT, grammar=GRAMMARS[0], tokenizer=TOKENIZER, max_new_tokens=NEW, lookahead=BUDGET, stats=stats
-        )
-    )
+    stats, own = Stats(), {"grammar": GRAMMARS[0], "tokenizer": TOKENIZER}
+    steps = list(lade.stream(MODEL, PROMPT, **own, max_new_tokens=NEW, lookahead=BUDGET, stats=stats))
     assert stats.tokens_per_step >= 2.5
-    assert [*PROMPT[0].tolist(), *(token for step in steps for token in step.tokens)] == plainly(GRAMMARS[0])[
-        0
-    ].tolist()
+    said = [token for step in steps for token in step.tokens]
+    assert [*PROMPT[0].tolist(), *said] == plainly(GRAMMARS[0])[0].tolist()
     forced = [step for step in steps if "grammar" in step.sources]
     assert sum(step.sources.count("grammar") for step in forced) > len(steps)
     assert all(step.sources.index("grammar") == 0 for step in forced)
@@ -195,13 +189,10 @@ def test_rows_of_an_engine_come_and_go_each_with_its_grammar():
         assert handles[0][0].stats.tokens_per_step >= 2 and handles[0][0].reason == "eos"
 
 
-def test_rows_of_a_batch_need_not_wait_for_each_other():
-    processors = LogitsProcessorList([GRAMMARS[0].processor(TOKENIZER)])
-    assert not needs_lock_step(processors, StoppingCriteriaList(), MODEL.generation_config, streamed=False)
-
-
-def test_one_processor_given_to_several_requests_is_not_shared_by_them():
+def test_one_processor_given_to_several_requests_is_not_shared_and_rows_need_not_wait_for_each_other():
     processor, plain = GRAMMARS[0].processor(TOKENIZER), plainly(GRAMMARS[0])
+    processors, config = LogitsProcessorList([processor]), MODEL.generation_config
+    assert not needs_lock_step(processors, StoppingCriteriaList(), config, streamed=False)
     with lade.Engine(MODEL) as engine:
         handles = [engine.add(PROMPT, max_new_tokens=NEW, logits_processor=[processor]) for _ in range(3)]
         assert all(torch.equal(handle.result(60), plain) for handle in handles)
@@ -210,10 +201,9 @@ def test_one_processor_given_to_several_requests_is_not_shared_by_them():
 def test_an_end_in_several_ways_is_the_grammars_end_only_where_it_is_complete():
     grammar = Grammar.regex("[0-9]{3}")
     for end in (END, [END, 2], None):
-        ours = guided(grammar, eos_token_id=end, max_new_tokens=8)
-        torch.manual_seed(0)
-        own = [grammar.processor(TOKENIZER, end)]
-        assert torch.equal(ours, MODEL.generate(PROMPT, logits_processor=own, eos_token_id=end, max_new_tokens=8))
+        more = {"eos_token_id": end, "max_new_tokens": 8}
+        ours = guided(grammar, **more)
+        assert torch.equal(ours, plainly(grammar, **more))
         new = ours[0, PROMPT.shape[1] :].tolist()
         rest = new[next(place for place, token in enumerate(new) if token in (END, 2)) :]
         assert re.fullmatch("[0-9]{3}", TOKENIZER.decode(new, skip_special_tokens=True))
@@ -303,13 +293,10 @@ def test_the_text_of_an_added_token_is_a_text_like_any_other(kind, special, more
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     model = toy_model("llama", vocabulary=len(tokenizer))
-    arguments = {"max_new_tokens": 60, "eos_token_id": 0, "pad_token_id": 0, **more}
-    torch.manual_seed(1)
-    plain = model.generate(FEW, logits_processor=[grammar.processor(tokenizer)], **arguments)
-    torch.manual_seed(1)
-    stats = Stats()
-    own = {"grammar": grammar, "tokenizer": tokenizer, "lookahead": BUDGET, "stats": stats}
-    assert torch.equal(lade.generate(model, FEW, **own, **arguments), plain)
+    stats, own = Stats(), {"ids": FEW, "model": model, "tokenizer": tokenizer, "seed": 1}
+    own |= {"max_new_tokens": 60, "eos_token_id": 0, "pad_token_id": 0, **more}
+    plain = plainly(grammar, **own)
+    assert torch.equal(guided(grammar, stats=stats, **own), plain)
     answer = plain[0, FEW.shape[1] :].tolist()
     assert re.fullmatch(pattern, tokenizer.decode(answer[: answer.index(0)]))
     assert stats.tokens_per_step > 1.5  # what is forced is drafted in ordinary tokens
@@ -320,19 +307,14 @@ def test_ordinary_ends_do_not_cut_an_answer(more):
     tokenizer = byte_tokenizer()
     grammar = Grammar.json_schema(closed(k={"type": "string", "maxLength": 30}))
     model = toy_model("llama", vocabulary=len(tokenizer))
+    own = {"ids": FEW, "model": model, "tokenizer": tokenizer, "seed": 1, "max_new_tokens": 90, "pad_token_id": 0}
     for letters in "}", "abcdefghABCDEFGH01234567":
         ends = [0, *tokenizer.convert_tokens_to_ids(list(letters))]
-        arguments = {"max_new_tokens": 90, "eos_token_id": ends, "pad_token_id": 0, **more}
-        torch.manual_seed(1)
-        plain = model.generate(FEW, logits_processor=[grammar.processor(tokenizer, ends)], **arguments)
-        torch.manual_seed(1)
-        own = {"grammar": grammar, "tokenizer": tokenizer, "lookahead": BUDGET}
-        assert torch.equal(lade.generate(model, FEW, **own, **arguments), plain)
+        plain = plainly(grammar, eos_token_id=ends, **own, **more)
+        assert torch.equal(guided(grammar, eos_token_id=ends, **own, **more), plain)
         assert json.loads(tokenizer.decode([token for token in plain[0, FEW.shape[1] :].tolist() if token]))
     with pytest.raises(InputError, match="leave ordinary tokens out of eos_token_id"):  # in the name of the member
-        lade.generate(
-            model, FEW, **own, **{**arguments, "eos_token_id": tokenizer.convert_tokens_to_ids(["</s>", "k"])}
-        )
+        guided(grammar, eos_token_id=tokenizer.convert_tokens_to_ids(["</s>", "k"]), **own, **more)
 
 
 def test_what_is_learned_from_one_kind_of_text_is_not_used_for_another(monkeypatch):

@@ -72,9 +72,7 @@ def test_an_answer_goes_as_far_whatever_others_have_written(vocabulary, monkeypa
         for seed, found in lengths.items():
             for matcher in (shared.copy(), Matcher(vocabulary, ENDLESS.source)):
                 text = list[int]()
-                with pytest.raises(
-                    GrammarError, match="exceeds the limits for following it: lexer error: too many states"
-                ):
+                with pytest.raises(GrammarError, match="limits for following it: lexer error: too many states"):
                     walk(matcher, seed, 400, text)
                 found.append(len(text))
     assert all(len(set(found)) == 1 < found[0] for found in lengths.values())
@@ -179,12 +177,10 @@ class Without(LogitsProcessor):
 def test_beams_that_cannot_go_on_leave_the_search_to_others():
     """One of two texts is cut off by another processor; a search of one beam has nothing left."""
     grammar = Grammar.choice(["ab", "cd"])
-    ids = {text: TOKENIZER(text, add_special_tokens=False)["input_ids"][-1] for text in ("b", "d")}
-    for token in ids.values():
-        processors = [Without(token, PROMPT.shape[1] + 1)]
-        arguments = {"processors": processors, "num_beams": 2, "max_new_tokens": 6}
-        plain, ours = plainly(grammar, **arguments), guided(grammar, lookahead=PAPER, **arguments)
-        assert torch.equal(plain, ours)
+    for text in ("b", "d"):
+        token = TOKENIZER(text, add_special_tokens=False)["input_ids"][-1]
+        arguments = {"processors": [Without(token, PROMPT.shape[1] + 1)], "num_beams": 2, "max_new_tokens": 6}
+        assert torch.equal(plainly(grammar, **arguments), guided(grammar, lookahead=PAPER, **arguments))
 
 
 def test_a_row_of_a_batch_that_has_ended_is_none_that_cannot_go_on():
@@ -224,9 +220,7 @@ def test_answers_to_one_request_share_its_time(vocabulary, monkeypatch):
     one, other = (Matcher(vocabulary, CHOICE.source, budget) for _ in range(2))
     for matcher in (one, other, one.copy(), other):
         matcher.mask()
-    with pytest.raises(
-        GrammarError, match=r"too long to follow: 0\.12 s for 0 tokens, where 0\.1 s and 30 ms per token"
-    ):
+    with pytest.raises(GrammarError, match=r"to follow: 0\.12 s for 0 tokens, where 0\.1 s and 30 ms per token"):
         for _ in range(2):
             one.mask()
     one.count_token()
@@ -235,8 +229,7 @@ def test_answers_to_one_request_share_its_time(vocabulary, monkeypatch):
 
 
 def test_an_engine_ends_the_answer_alone_whose_time_is_over():
-    vocabulary = vocabulary_of_tokenizer(TOKENIZER)
-    spent = processor_of([CHOICE], vocabulary, GrammarBudget(0.0, 0.0))
+    spent = processor_of([CHOICE], vocabulary_of_tokenizer(TOKENIZER), GrammarBudget(0.0, 0.0))
     with lade.Engine(MODEL) as engine:
         handles = [engine.add(PROMPT, max_new_tokens=8, logits_processor=own) for own in ([], [spent], [])]
         with pytest.raises(GrammarError, match="too long to follow"):

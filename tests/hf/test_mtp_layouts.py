@@ -1,5 +1,6 @@
 """MTP layers of models that are packed, invariant or decoded by several processes, and of checkpoints with a folder."""
 
+import json
 import os
 import shutil
 import sys
@@ -34,34 +35,15 @@ WAYS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7}}
 BUDGET = LookaheadConfig(budget=8, mtp=True)
 
 
-def packed(folder):
-    return lade.pack(llama_with_mtp(folder, dtype=torch.float32), min_weights=1)
-
-
-def packed_after_loading(folder):
-    model = llama_with_mtp(folder, dtype=torch.float32)
-    assert layer_of(model)
-    return lade.pack(model, min_weights=1)
-
-
-def invariant(folder):
-    return lade.invariant(llama_with_mtp(folder, dtype=torch.bfloat16))
-
-
-def invariant_after_loading(folder):
-    model = llama_with_mtp(folder, dtype=torch.bfloat16)
-    assert layer_of(model)
-    return lade.invariant(model)
-
-
-MAKERS = [packed, packed_after_loading, invariant, invariant_after_loading]
-
-
-@pytest.fixture(scope="module", params=MAKERS, ids=lambda make: make.__name__)
+@pytest.fixture(scope="module", params=["packed", "packed after loading", "invariant", "invariant after loading"])
 def model(request, tmp_path_factory):
+    change, _, loaded = request.param.partition(" ")
+    dtype = torch.float32 if change == "packed" else torch.bfloat16
+    model = llama_with_mtp(tmp_path_factory.mktemp("mtp"), dtype=dtype)
+    assert not loaded or layer_of(model)
     with pytest.MonkeyPatch.context() as patch:
         short_trials(patch)
-        yield request.param(tmp_path_factory.mktemp("mtp"))
+        yield lade.pack(model, min_weights=1) if change == "packed" else lade.invariant(model)
 
 
 @pytest.mark.one_in(3)
@@ -78,10 +60,8 @@ def test_engines(model):
     ways = [*WAYS.values()] * 2
     asked = [(PROMPT[:, : 4 + at], {"max_new_tokens": 15 + 5 * at, **way}) for at, way in enumerate(ways)]
     with lade.Engine(model) as engine:
-        handles = [
-            engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, **arguments)
-            for number, (ids, arguments) in enumerate(asked)
-        ]
+        config = LookaheadConfig(budget=8)
+        handles = [engine.add(ids, lookahead=config, seed=seed, **given) for seed, (ids, given) in enumerate(asked)]
         for number, (handle, (ids, arguments)) in enumerate(zip(handles, asked, strict=True)):
             torch.manual_seed(number)
             assert torch.equal(handle.result(60), model.generate(ids, **arguments)), number
@@ -173,27 +153,9 @@ def test_a_layer_in_a_folder_of_its_own_is_found_and_not_reported(tmp_path, capl
 UP = "mtp.layers.0.mlp.up_proj.weight"
 
 
-def gone(folder):
-    shutil.rmtree(folder)
-
-
 def cut(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-
-
-def pointer(folder):
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 12\n")
-
-
-def index_of_nothing(folder):
-    (folder / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"mtp.fc.weight": "model-2-of-2.safetensors"}}'
-    )
-
-
-def index_of_no_kind(folder):
-    (folder / "model.safetensors.index.json").write_text("[]")
 
 
 def quantised(folder):
@@ -207,28 +169,34 @@ def short_of_a_weight(folder):
         del weights[UP]
 
 
-def on_meta(folder):
-    """Nothing: what is offloaded is the model."""
+LOST = {"weight_map": {"mtp.fc.weight": "model-2-of-2.safetensors"}}
+DAMAGES = {
+    "gone": shutil.rmtree,
+    "cut": cut,
+    "a pointer": lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+    "an index of nothing": lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(LOST)),
+    "an index of no kind": lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+    "quantised": quantised,
+    "short of a weight": short_of_a_weight,
+    "on meta": lambda folder: None,  # what is offloaded is the model
+}
 
 
-DAMAGES = [gone, cut, pointer, index_of_nothing, index_of_no_kind, quantised, short_of_a_weight, on_meta]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_files_that_are_no_layer_any_more_cost_drafts_and_never_the_text(tmp_path, damage):
     copies = tmp_path / "copy"
     model = llama_with_mtp(tmp_path / "whole", dtype=torch.float32)
     shutil.copytree(tmp_path / "whole", copies)
     model.config._name_or_path = str(copies)
     plain = model.generate(PROMPT, max_new_tokens=12)
-    damage(copies)
-    if damage is on_meta:
+    DAMAGES[damage](copies)
+    if damage == "on meta":
         pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
-    if damage is not short_of_a_weight:  # which shows when it is loaded
+    if damage != "short of a weight":  # which shows when it is loaded
         assert lade.supports(model).mtp.reason
     for config in ("auto", LookaheadConfig(budget=8)):
         assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=12, lookahead=config), plain)
-    if damage is not on_meta:  # engines refuse models with hooks
+    if damage != "on meta":  # engines refuse models with hooks
         with lade.Engine(model) as engine:
             handle = engine.add(PROMPT, max_new_tokens=12, lookahead=LookaheadConfig(budget=8))
             assert torch.equal(handle.result(60), plain[:1])
@@ -277,11 +245,6 @@ def test_a_saved_packed_model_keeps_its_layer(tmp_path):
     ours, theirs = (layer_of(each).mtp.layers.state_dict() for each in (again, model))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     shutil.rmtree(tmp_path / "whole")
+    without = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "packed")).eval()  # which promises a layer
     with pytest.warns(UserWarning, match="saved without an MTP layer"):
-        lade.save_packed(lade.pack(load_without(tmp_path / "packed"), weights="int8"), tmp_path / "without")
-
-
-def load_without(folder):
-    """A model whose configuration promises a layer that its checkpoint has not."""
-    config = LlamaConfig.from_pretrained(folder)
-    return LlamaForCausalLM(config).eval()
+        lade.save_packed(lade.pack(without, weights="int8"), tmp_path / "without")

@@ -27,18 +27,14 @@ def fail_in_pass(model, number, problem):
     return fail
 
 
-def plainly(model, stats, how):
+def plainly(model, stats, how, **arguments):
     """All tokens that `lade.generate`, `lade.stream` or `custom_generate` comes to without lookahead."""
-
-    def decode(**arguments):
-        arguments |= {"input_ids": IDS, "max_new_tokens": 12, "do_sample": False, "lookahead": None, "stats": stats}
-        if how == "stream":
-            return list(lade.stream(model, **arguments))
-        if how == "decode":
-            return model.generate(custom_generate=lade.decode, **arguments)
-        return lade.generate(model, **arguments)
-
-    return decode
+    arguments |= {"input_ids": IDS, "max_new_tokens": 12, "do_sample": False, "lookahead": None, "stats": stats}
+    if how == "stream":
+        return list(lade.stream(model, **arguments))
+    if how == "decode":
+        return model.generate(custom_generate=lade.decode, **arguments)
+    return lade.generate(model, **arguments)
 
 
 @pytest.mark.parametrize("how", ["generate", "stream", "decode"])
@@ -47,7 +43,7 @@ def test_a_pass_that_fails_is_no_step_and_took_no_time(at, how):
     model, stats = toy_model(), Stats()
     own = fail_in_pass(model, at, MemoryError("no more"))
     with pytest.raises(MemoryError, match="no more"):
-        plainly(model, stats, how)()
+        plainly(model, stats, how)
     assert (stats.new_tokens, stats.generations, stats.steps) == (at - 1, min(1, at - 1), max(0, at - 2))
     assert 0 <= stats.forward_s <= stats.decode_s and stats.prefill_s >= 0
     assert hooks_of(model) == [own]
@@ -63,7 +59,7 @@ def test_a_pass_whose_token_was_never_emitted_is_no_step(at, how):
 
     stats = Stats()
     with pytest.raises(RuntimeError, match="the user's own"):
-        plainly(toy_model(), stats, how)(logits_processor=[fail])
+        plainly(toy_model(), stats, how, logits_processor=[fail])
     assert (stats.new_tokens, stats.steps) == (at - 1, max(0, at - 2))
 
 
@@ -71,7 +67,7 @@ def test_a_prefill_in_chunks_that_fails_has_generated_nothing():
     model, stats = toy_model(), Stats()
     fail_in_pass(model, 3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        plainly(model, stats, "generate")(prefill_chunk_size=3)
+        plainly(model, stats, "generate", prefill_chunk_size=3)
     assert stats == Stats()
 
 

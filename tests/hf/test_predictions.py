@@ -5,7 +5,6 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor
 
 import lade
 from lade import ConfigError, InputError, LookaheadConfig, Stats, UnsupportedArgumentError
@@ -34,11 +33,9 @@ def spoiled(tokens, places):
     return [token if place not in places else (token + 1) % 48 for place, token in enumerate(tokens)]
 
 
-class Users(LogitsProcessor):
-    """Forbids what the last token was: rows of a batch then go in lock-step."""
-
-    def __call__(self, input_ids, scores):
-        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+def users(input_ids, scores):
+    """A user's processor, for which rows of a batch go in lock-step: it forbids what the last token was."""
+    return scores.scatter(1, input_ids[:, -1:], float("-inf"))
 
 
 @settings(max_examples=examples(15))
@@ -67,7 +64,7 @@ def test_what_comes_as_expected_takes_few_steps():
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"logits_processor": [Users()]}])
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"logits_processor": [users]}])
 @pytest.mark.parametrize("lookahead", METHODS)
 def test_each_row_of_a_batch_has_its_own(lookahead, more):
     plain = answer_of(PROMPTS, **more)
@@ -80,10 +77,14 @@ def test_each_row_of_a_batch_has_its_own(lookahead, more):
     assert torch.equal(predicted(shuffled, PROMPTS, lookahead=lookahead, **more), plain)
 
 
-def test_several_answers_to_a_prompt_share_it():
-    more = {"do_sample": True, "num_return_sequences": 3}
-    plain = answer_of(**more)
-    assert torch.equal(predicted(plain[1, 4:], lookahead=METHODS[1], **more), plain)
+def test_several_answers_share_it_and_text_is_tokenized():
+    more = {"do_sample": True, "num_return_sequences": 3, "lookahead": METHODS[1]}
+    plain = answer_of(do_sample=True, num_return_sequences=3)
+    assert torch.equal(predicted(plain[1, 4:], **more), plain)
+    plain = answer_of()
+    text, stats = "".join(chr(ord("a") + token) for token in plain[0, 4:].tolist()), Stats()
+    assert torch.equal(predicted(text, tokenizer=Letters(), lookahead=METHODS[1], stats=stats), plain)
+    assert stats.tokens_per_step > 10
 
 
 def test_streams_callables_and_engines_take_it():
@@ -109,14 +110,6 @@ class Letters:
     def __call__(self, text, add_special_tokens):
         assert not add_special_tokens
         return {"input_ids": [ord(letter) - ord("a") for letter in text]}
-
-
-def test_text_is_tokenized():
-    plain = answer_of()
-    text, stats = "".join(chr(ord("a") + token) for token in plain[0, 4:].tolist()), Stats()
-    more = {"tokenizer": Letters(), "lookahead": LookaheadConfig(budget=16), "stats": stats}
-    assert torch.equal(predicted(text, **more), plain)
-    assert stats.tokens_per_step > 10
 
 
 @pytest.mark.parametrize(

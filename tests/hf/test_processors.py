@@ -1,6 +1,7 @@
 """Everything that transformers turns into processors and criteria, combined at random, against plain decoding."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import Spelled
-from transformers import AsyncTextIteratorStreamer, WatermarkingConfig
+from same_as_plain import Listener, Spelled, processing
+from transformers import AsyncTextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -32,14 +33,9 @@ def only_even(batch: int, input_ids: torch.Tensor) -> list[int]:
     return list(range(0, 32, 2)) if int(input_ids[-1]) % 2 else list(range(32))
 
 
-class StopAtSum:
+def stop_at_sum(total: int) -> Callable[..., torch.Tensor]:
     """A user's criterion: ends when the last two ids add up to a number."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -2:].sum(dim=-1) == self.total
+    return lambda input_ids, scores, **kwargs: input_ids[:, -2:].sum(dim=-1) == total
 
 
 class CountedPenalty:
@@ -57,30 +53,11 @@ class CountedPenalty:
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 30)},
     optional={
-        "do_sample": st.just(True),
-        "repetition_penalty": st.sampled_from([0.7, 1.3]),
-        "no_repeat_ngram_size": st.integers(1, 3),
-        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
-        "min_new_tokens": st.integers(0, 12),
-        "min_length": st.integers(0, 15),
+        **processing(32),
         "forced_bos_token_id": tokens,
-        "forced_eos_token_id": tokens,
-        "suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=5),
-        "sequence_bias": st.lists(
-            st.tuples(st.lists(tokens, min_size=1, max_size=2).map(tuple), st.sampled_from([-4.0, 2.0])),
-            min_size=1,
-            max_size=3,
-            unique_by=lambda pair: pair[0],
-        ).map(dict),
         "prefix_allowed_tokens_fn": st.just(only_even),
-        "exponential_decay_length_penalty": st.tuples(st.integers(0, 5), st.sampled_from([1.1, 2.0])),
-        "watermarking_config": st.just(WatermarkingConfig(greenlist_ratio=0.4, bias=2.0)),
-        "renormalize_logits": st.just(True),
-        "remove_invalid_values": st.just(True),
-        "max_time": st.just(1000.0),
         "eos_token_id": st.lists(tokens, min_size=1, max_size=4, unique=True),
-        "stopping_criteria": st.integers(0, 62).map(StopAtSum).map(lambda criterion: [criterion]),
+        "stopping_criteria": st.integers(0, 62).map(stop_at_sum).map(lambda criterion: [criterion]),
         "logits_processor": st.just(CountedPenalty),
     },
 )
@@ -109,76 +86,50 @@ def test_all_of_them_at_once(prompt, config, arguments, seed):
     assert outcome(lade.generate, seed, model=MODEL, lookahead=config, **arguments) == expected
 
 
-class Recorder:
-    """Writes down what processor, criterion and streamer are shown."""
+def recording(book: list[Any]) -> dict[str, Any]:
+    """A processor, a criterion and a streamer that write down in one book what they are shown."""
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def processor(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls.append(("processor", input_ids.tolist(), scores.shape, scores.dtype, int(scores.argmax())))
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        book.append(("processor", input_ids.tolist(), scores.shape, scores.dtype, int(scores.argmax())))
         return scores
 
-    def criterion(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls.append(("criterion", input_ids.tolist(), scores, kwargs))
+    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        book.append(("criterion", input_ids.tolist(), scores, kwargs))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            book.append(("put", value.tolist()))
 
-class Asked:
-    """Transformers looks at the signature of `__call__`, which a bound method does not show."""
+        def end(self) -> None:
+            book.append("end")
 
-    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self._function(input_ids, scores)
-
-
-class Listener(BaseStreamer):
-    """A streamer that writes into the same book."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def put(self, value: torch.Tensor) -> None:
-        self._recorder.calls.append(("put", value.tolist()))
-
-    def end(self) -> None:
-        self._recorder.calls.append("end")
+    return {"logits_processor": [processor], "stopping_criteria": [criterion], "streamer": Streamer()}
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("eos", [None, [3, 5]])
 def test_processors_criteria_and_streamers_are_called_in_the_order_of_plain_decoding(do_sample, eos):
-    books = []
-    for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL})):
-        recorder = Recorder()
+    books: list[list[Any]] = []
+    arguments = {"input_ids": torch.tensor([[1, 2, 1, 2, 1]]), "max_new_tokens": 40, "do_sample": do_sample}
+    for generate in (MODEL.generate, functools.partial(lade.generate, MODEL)):
+        books.append([])
         torch.manual_seed(4)
-        generate(
-            input_ids=torch.tensor([[1, 2, 1, 2, 1]]),
-            max_new_tokens=40,
-            do_sample=do_sample,
-            eos_token_id=eos,
-            logits_processor=[Asked(recorder.processor)],
-            stopping_criteria=[recorder.criterion],
-            streamer=Listener(recorder),
-            **more,
-        )
-        books.append(recorder.calls)
+        generate(eos_token_id=eos, **arguments, **recording(books[-1]))
     assert books[0] == books[1]
     assert len(books[0]) > 4
 
 
 def stopped_by_its_streamer(generate: Callable[..., torch.Tensor], count: int) -> torch.Tensor:
     """What is decoded with a criterion that ends the text once the streamer has got so many tokens."""
-    recorder = Recorder()
+    listener = Listener()
 
     def enough(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((1,), len(recorder.calls) > count)  # the prompt is the first call
+        return torch.full((1,), len(listener.received) > count)  # the prompt is the first call
 
     ids = torch.tensor([[1, 2, 1, 2, 1, 2]])
-    return generate(input_ids=ids, max_new_tokens=60, stopping_criteria=[enough], streamer=Listener(recorder))
+    return generate(input_ids=ids, max_new_tokens=60, stopping_criteria=[enough], streamer=listener)
 
 
 @pytest.mark.parametrize("through", ["lade.generate", "decoder"])
@@ -202,12 +153,10 @@ def test_an_asynchronous_streamer_hears_everything(way):
 
     async def read() -> str:
         streamer = AsyncTextIteratorStreamer(Spelled())
-        if way == "lade.generate":
-            arguments = {"target": lade.generate, "args": (MODEL,), "kwargs": {"streamer": streamer}}
-        else:
-            arguments = {"target": MODEL.generate, "kwargs": {"custom_generate": lade.decoder(streamer=streamer)}}
-        arguments["kwargs"] |= {"input_ids": ids, "max_new_tokens": 30}
-        thread = Thread(**arguments)
+        call = functools.partial(lade.generate, MODEL, streamer=streamer)
+        if way == "custom_generate":
+            call = functools.partial(MODEL.generate, custom_generate=lade.decoder(streamer=streamer))
+        thread = Thread(target=call, kwargs={"input_ids": ids, "max_new_tokens": 30})
         thread.start()
         text = "".join([piece async for piece in streamer])
         thread.join()

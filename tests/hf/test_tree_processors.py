@@ -77,16 +77,8 @@ def sampled(lookahead=LookaheadConfig(), **arguments):  # noqa: B008 - it is nev
 @pytest.fixture
 def at_once(monkeypatch):
     """As on a GPU; counts the choosers."""
-    made_choosers = []
-
-    class Counted(BatchedChooser):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made_choosers.append(self)
-
     chosen_at_once(monkeypatch, True)
-    monkeypatch.setattr(hf_row, "BatchedChooser", Counted)
-    return made_choosers
+    return watched(monkeypatch, BatchedChooser, "__init__")
 
 
 @pytest.mark.parametrize("name", sorted(TEXT_FREE_PROCESSORS))
@@ -220,11 +212,11 @@ def test_the_generator_is_plains_after_every_step(at_once):
     torch.manual_seed(1)
     expected = MODELS["llama"].generate(input_ids=IDS[:1], stopping_criteria=[spying], **arguments)
     torch.manual_seed(1)
-    config, length, longest = LookaheadConfig(budget=24), IDS.shape[1], 0
-    for step in lade.stream(MODELS["llama"], input_ids=IDS[:1], lookahead=config, **arguments):
-        length, longest = length + len(step.tokens), max(longest, len(step.tokens))
-        assert torch.equal(torch.get_rng_state(), states[length])
-    assert length == expected.shape[1] and longest > 1 and len(at_once) == 1
+    text, longest = IDS[0].tolist(), 0
+    for step in lade.stream(MODELS["llama"], input_ids=IDS[:1], lookahead=LookaheadConfig(budget=24), **arguments):
+        text, longest = [*text, *step.tokens], max(longest, len(step.tokens))
+        assert torch.equal(torch.get_rng_state(), states[len(text)])
+    assert text == expected[0].tolist() and longest > 1 and len(at_once) == 1
 
 
 def test_the_engine_draws_at_once_too(at_once):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerating import RECIPE
 from pretend import own_modules
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,12 +21,6 @@ def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         own_modules(patch, folder)
         yield folder
-
-
-@pytest.fixture
-def recipe() -> dict[str, Any]:
-    """The arguments that make a `generate` use the recipe."""
-    return dict(RECIPE)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 from lade import ConfigError, LookaheadConfig, Memory
 from lade.recipe.generate import lookahead_from
 
-PAPER = LookaheadConfig(7, 5, 9)
+PAPER, MEMORY = LookaheadConfig(7, 5, 9), Memory()
 
 
 @pytest.mark.parametrize(
@@ -19,17 +19,12 @@ PAPER = LookaheadConfig(7, 5, 9)
         ("window=7;ngram=5;guesses=9", PAPER),
         ('{"window": 7, "ngram": 5, "guesses": 9}', PAPER),
         ({"window": 7, "ngram": 5, "guesses": 9}, PAPER),
+        ({"memory": MEMORY}, LookaheadConfig(memory=MEMORY)),
         ("window=7,ngram=5,guesses=9,prompt_ngrams=False", LookaheadConfig(7, 5, 9, prompt_ngrams=False)),
     ],
 )
 def test_a_value_is_read(value: object, meant: object) -> None:
     assert lookahead_from(value) == meant
-
-
-def test_a_mapping_may_hold_a_memory() -> None:
-    memory = Memory()
-    config = lookahead_from({"memory": memory})
-    assert isinstance(config, LookaheadConfig) and config.memory is memory
 
 
 @pytest.mark.parametrize(

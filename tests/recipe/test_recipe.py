@@ -7,7 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from accelerating import RECIPE
+from small_models import small_model
 
 import lade
 from lade.testing import toy_model
@@ -43,53 +44,38 @@ def seeded(model: Any, **arguments: Any) -> Any:
     ],
     ids=["greedy", "sampled", "beams", "batch"],
 )
-def test_the_tokens_are_those_of_plain_generate(toy: Any, recipe: dict[str, Any], arguments: dict[str, Any]) -> None:
+def test_the_tokens_are_those_of_plain_generate(toy: Any, arguments: dict[str, Any]) -> None:
     stats = lade.Stats()
     expected = seeded(toy, **arguments)
     state = torch.get_rng_state()
-    assert torch.equal(seeded(toy, **arguments, **recipe), expected)
-    assert torch.equal(seeded(toy, **arguments, **recipe, lookahead=FIXED, stats=stats), expected)
+    assert torch.equal(seeded(toy, **arguments, **RECIPE), expected)
+    assert torch.equal(seeded(toy, **arguments, **RECIPE, lookahead=FIXED, stats=stats), expected)
     assert torch.equal(torch.get_rng_state(), state), "the generator is left in another state"
     assert stats.steps < sum(stats.accepted), "nothing was accelerated"
 
 
-def test_a_streamer_gets_prompt_tokens_and_end(toy: Any, recipe: dict[str, Any]) -> None:
+def test_a_streamer_gets_prompt_tokens_and_end(toy: Any) -> None:
     plain, ours = Mock(), Mock()
     toy.generate(PROMPT, **GREEDY, streamer=plain)
-    toy.generate(PROMPT, **GREEDY, streamer=ours, **recipe)
+    toy.generate(PROMPT, **GREEDY, streamer=ours, **RECIPE)
     told = [torch.cat([call.args[0].flatten() for call in each.put.call_args_list]) for each in (plain, ours)]
     assert torch.equal(*told) and len(told[0]) == PROMPT.numel() + 40
     assert ours.end.call_count == plain.end.call_count == 1
 
 
-def test_stop_strings_stop_at_plains_token(model: Any, tokenizer: Any, text: str, recipe: dict[str, Any]) -> None:
+def test_stop_strings_stop_at_plains_token(model: Any, tokenizer: Any, text: str) -> None:
     arguments = {**tokenizer(text, return_tensors="pt"), "do_sample": False, "max_new_tokens": 80}
     arguments |= {"stop_strings": ["using", "never said"], "tokenizer": tokenizer}
     expected = model.generate(**arguments)
     stats = lade.Stats()
-    assert torch.equal(model.generate(**arguments, **recipe, lookahead=FIXED, stats=stats), expected)
+    assert torch.equal(model.generate(**arguments, **RECIPE, lookahead=FIXED, stats=stats), expected)
     assert stats.new_tokens < 80 and stats.tokens_per_step > 1
 
 
-def test_a_model_that_cannot_be_served_is_decoded_plainly(recipe: dict[str, Any]) -> None:
-    sizes = {"vocab_size": 48, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
-    local = [[["global", "local"], 1]]
-    neo = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=local, bos_token_id=None, eos_token_id=None)).eval()
+def test_a_model_that_cannot_be_served_is_decoded_plainly() -> None:
+    neo = small_model("gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]])
     expected = neo.generate(PROMPT, **GREEDY)
     with pytest.warns(lade.FallbackWarning, match="local attention"):
-        assert torch.equal(neo.generate(PROMPT, **GREEDY, **recipe), expected)
+        assert torch.equal(neo.generate(PROMPT, **GREEDY, **RECIPE), expected)
     with pytest.raises(lade.UnsupportedModelError, match="local attention"):
-        neo.generate(PROMPT, **GREEDY, **recipe, lookahead="budget=16")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"input_ids": torch.tensor([[]], dtype=torch.long)}, "input_ids is empty"),
-        ({"input_ids": PROMPT, "lookahead": "fast"}, "lookahead='fast' is not valid"),
-        ({"input_ids": PROMPT, "frobnicate": 1}, "frobnicate"),
-    ],
-)
-def test_errors_are_those_of_the_package(toy: Any, recipe: dict[str, Any], arguments: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        toy.generate(**arguments, max_new_tokens=5, **recipe)
+        neo.generate(PROMPT, **GREEDY, **RECIPE, lookahead="budget=16")

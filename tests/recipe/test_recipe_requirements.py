@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from typing import Any
 
 import pytest
 import torch
+from accelerating import RECIPE
 from packaging.version import Version
 
 from lade.recipe import CARD, CODE, recipe_path
@@ -21,9 +21,7 @@ PROMPT = torch.tensor([[1, 2, 3]])
 
 
 @pytest.mark.parametrize("version", [None, "0.0.9"])
-def test_transformers_names_the_command(
-    recipe: dict[str, Any], version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_names_the_command(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
 
     def found(name: str) -> str:
@@ -35,7 +33,7 @@ def test_transformers_names_the_command(
     if version is None:
         monkeypatch.setitem(sys.modules, "lade", None)
     with pytest.raises(ImportError) as caught:
-        toy_model().generate(PROMPT, max_new_tokens=3, **recipe)
+        toy_model().generate(PROMPT, max_new_tokens=3, **RECIPE)
     assert f"run: {INSTALL} (installed: {version})" in str(caught.value)
     assert "pip install lade" not in str(caught.value), "that is the original library"
 
