@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
+import comparing
 import peft
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, batch, only_fallback, plain, prompt
+from comparing import CONFIGS, DOORS, PAPER, assert_same, batch, custom, only_fallback, plain, prompt, streamed
 from families import family
 from inside import hooks_of
 from peft import LoraConfig, get_peft_model
@@ -40,28 +40,7 @@ def activated() -> dict[str, Any]:
     return {"alora_invocation_tokens": PROMPT[0, 5:7].tolist()}
 
 
-def streamed(model: Any, **arguments: Any) -> torch.Tensor:
-    steps = lade.stream(model, **arguments)
-    return torch.cat([arguments["input_ids"], torch.tensor([[token for step in steps for token in step.tokens]])], 1)
-
-
-def served(model: Any, **arguments: Any) -> torch.Tensor:
-    with lade.Engine(model) as engine:
-        output: torch.Tensor = engine.add(**arguments).result(60.0)
-    return output
-
-
-def custom(model: Any, **arguments: Any) -> torch.Tensor:
-    output: torch.Tensor = model.generate(custom_generate=lade.decode, **arguments)
-    return output
-
-
-WAYS: dict[str, Callable[..., torch.Tensor]] = {
-    "generate": lade.generate,
-    "custom": custom,
-    "stream": streamed,
-    "engine": served,
-}
+WAYS = {name: DOORS[name] for name in ("generate", "custom", "stream", "engine")}
 
 
 # --- activated LoRA --------------------------------------------------------------------------------------------------
@@ -133,7 +112,7 @@ def test_an_adapter_named_for_a_stream_is_plains_under_auto():
     expected = plain(model, PROMPT, adapter_names=["two"], **NEW)
     with pytest.warns(lade.FallbackWarning, match="adapter_names cannot be used with lade.stream") as caught:
         assert torch.equal(streamed(model, input_ids=PROMPT, adapter_names=["two"], **NEW), expected)
-    assert caught[0].filename == __file__, "the warning points at its caller"
+    assert caught[0].filename == comparing.__file__, "the warning points at its caller"
 
 
 def test_an_engine_refuses_hooks_that_plain_decoding_has_left():

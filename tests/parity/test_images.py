@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import ADAPTIVE, CONFIGS, PAPER, assert_requests, assert_same
+from comparing import ADAPTIVE, CONFIGS, DOORS, PAPER, assert_requests, assert_same
 from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
@@ -203,42 +203,17 @@ def test_what_is_supported_is_served_and_what_is_not_is_refused(case):
         prompts += [prompt(case, images_of(case))]
     for arguments in ({**it, "max_new_tokens": 8, "do_sample": False} for it in prompts):
         expected = model.generate(**arguments)
-        ways = [
-            lambda given: lade.generate(model, lookahead=PAPER, **given),
-            lambda given: model.generate(custom_generate=lade.decode, lookahead=PAPER, **given),
-            lambda given: _streamed(model, given),
-            lambda given: _by_engine(model, given),
-            lambda given: _enabled(model, given),
-        ]
-        for way in ways:
+        for name, door in DOORS.items():
             if support:
-                assert torch.equal(way(arguments), expected)
+                assert torch.equal(door(model, lookahead=PAPER, **arguments), expected), name
             else:
                 with pytest.raises(lade.UnsupportedModelError):
-                    way(arguments)
+                    door(model, lookahead=PAPER, **arguments)
         stats = lade.Stats()
         with warnings.catch_warnings():
             warnings.simplefilter("error" if support else "ignore", lade.FallbackWarning)
             assert torch.equal(lade.generate(model, stats=stats, **arguments), expected)
         assert (stats.fallback is None) == bool(support)
-
-
-def _streamed(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    new = [token for step in lade.stream(model, lookahead=PAPER, **arguments) for token in step.tokens]
-    return torch.cat([arguments["input_ids"], torch.tensor([new])], dim=1)
-
-
-def _enabled(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    try:
-        return lade.enable(model, PAPER).generate(**arguments)  # type: ignore[no-any-return]
-    finally:
-        lade.disable(model)
-
-
-def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    with lade.Engine(model) as engine:
-        output: torch.Tensor = engine.add(lookahead=PAPER, **arguments).result(60.0)
-    return output
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, only_fallback, plain, prompt
+from comparing import PAPER, custom, only_fallback, plain, prompt
 from families import VOCABULARY, WINDOW, family
 from inside import force_attention
 from torch import distributed
@@ -66,6 +66,9 @@ OTHER_STATES = {
 }
 
 
+WAYS: dict[str, Callable[..., Any]] = {"lade.generate": lade.generate, "custom_generate": custom}
+
+
 @contextmanager
 def one_fallback(match: str) -> Iterator[None]:
     refusals._warned.clear()  # each way is the first one
@@ -106,17 +109,6 @@ def test_what_else_keeps_more_than_keys_and_values_is_refused(model_type):
     assert re.search(OTHER_STATES[model_type], lade.supports(model).reason)
 
 
-def generate(model: PreTrainedModel, **arguments: Any) -> Any:
-    return lade.generate(model, **arguments)
-
-
-def custom_generate(model: PreTrainedModel, **arguments: Any) -> Any:
-    return model.generate(custom_generate=lade.decode, **arguments)
-
-
-WAYS: dict[str, Callable[..., Any]] = {"lade.generate": generate, "custom_generate": custom_generate}
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", [1, 0, -1])
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
@@ -125,10 +117,10 @@ def test_a_window_that_the_cache_of_plain_decoding_does_not_heed(name, window):
     field = "attention_chunk_size" if name == "llama4_text" else "sliding_window"
     model = family(name).build(**{field: window})
     with pytest.raises(lade.UnsupportedModelError, match=f"{field}={window} is less than two tokens"):
-        generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+        lade.generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
     if window == 1:
         with one_fallback(f"{field}=1"):
-            ours = generate(model, input_ids=prompt(20), lookahead="auto", max_new_tokens=20, do_sample=False)
+            ours = lade.generate(model, input_ids=prompt(20), lookahead="auto", max_new_tokens=20, do_sample=False)
         assert torch.equal(ours, plain(model, prompt(20), max_new_tokens=20))
 
 
@@ -150,7 +142,7 @@ def test_attention_kernels_that_take_no_mask(kernel):
     model = family("llama").build()
     force_attention(model, kernel)
     with pytest.raises(lade.UnsupportedModelError, match='takes no tree mask: load it with attn_implementation="sdpa"'):
-        generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+        lade.generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
 
 
 @pytest.fixture
