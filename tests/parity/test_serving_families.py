@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, in_turn, plain, prompt
+from comparing import CONFIGS, PAPER, in_turn, now_and_then, plain, prompt
 from families import FAMILIES, UNLISTED, family
 from graphed import Graphs
 from pretend import DEVICES
@@ -16,8 +16,7 @@ import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 LENGTHS = (7, 20, 1, 13)
-NOW_AND_THEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt")]
-CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
+CAPTURED = ["mistral-window", "gemma3_text", "bloom", *now_and_then("llama", "gpt2", "llama4_text", "opt")]
 
 
 def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: Any) -> None:
