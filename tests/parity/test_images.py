@@ -219,8 +219,7 @@ def test_what_is_supported_is_served_and_what_is_not_is_refused(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 def test_captured_passes_are_plains(case, monkeypatch):
-    model, graphs = built(case), Graphs(torch.device("cpu"))
-    graphs.serve(monkeypatch)
+    model, graphs = built(case), Graphs(torch.device("cpu")).serve(monkeypatch)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
         assert_plains(model, inputs, **SHORT)
     _compare_requests(model, case)

@@ -37,8 +37,7 @@ def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: A
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_requests_of_it_on_captured_passes(name, device, monkeypatch):
-    graphs, model = Graphs(torch.device(device)), family(name).build().to(device)
-    graphs.serve(monkeypatch)
+    graphs, model = Graphs(torch.device(device)).serve(monkeypatch), family(name).build().to(device)
     told = {"eos_token_id": plain(model, prompt(7).to(device))[0, 19].item(), "pad_token_id": 0}
     assert_served(model, [PAPER], new_tokens=20, do_sample=False, **told)
     assert graphs.counted.replayed > graphs.counted.recorded > 1

@@ -206,9 +206,8 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama4_text"])
 def test_threads_replay_passes_of_their_own(name, monkeypatch):
-    model, graphs = family(name).build(), Graphs(torch.device("cpu"))
+    model, graphs = family(name).build(), Graphs(torch.device("cpu")).serve(monkeypatch)
     pool = graphs.pool(model)
-    graphs.serve(monkeypatch)
     prompts = [prompt(length, seed=length) for length in (9, 10)]
     expected = [plain(model, ids, max_new_tokens=9) for ids in prompts]
     jobs = [functools.partial(lookahead, model, ids, PAPER, max_new_tokens=9) for ids in prompts]
