@@ -145,17 +145,14 @@ def test_the_end_of_a_table_of_positions(device, graphs):
 @pytest.mark.parametrize("config", [BUDGET, *now_and_then(PAPER, "auto")])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", *now_and_then(*QUICK.split()[1:], *RECURRENT)])
 def test_batches_with_padding_whose_rows_end_in_turn(name, config, device, graphs):
-    model, stats = build(family(name)).to(device), lade.Stats()
+    model = build(family(name)).to(device)
     rows = {key: value.to(device) for key, value in batch(5, 20, 1, 11, 14).items()}
     arguments: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 30}
     free = plain(model, **rows, **arguments)
-    assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **arguments), free)
-    arguments |= {"eos_token_id": [int(free[1, 25]), int(free[3, 35])]}
-    assert torch.equal(
-        lookahead(model, **rows, config=config, stats=stats, **arguments), plain(model, **rows, **arguments)
-    )
+    ends = (None, [int(free[1, 25]), int(free[3, 35])])
+    stats = [assert_same(model, **rows, configs=[config], eos_token_id=end, **arguments) for end in ends]
+    assert any(each.tokens_per_step > 1 for each in stats) or config == "auto"  # that goes by the clock
     assert len({rows for rows, _, _ in shapes_of(graphs.pool(model))}) > 1, "rows leave"
-    assert stats.tokens_per_step > 1 or config == "auto"  # that goes by the clock
 
 
 @pytest.mark.one_in(2)
@@ -342,7 +339,7 @@ NEVER_CAPTURED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", *now_and_then(name for name in EXPERTS.split()[1:] if name not in NEVER_CAPTURED)]
+    "name", ["mixtral", *now_and_then(*(name for name in EXPERTS.split()[1:] if name not in NEVER_CAPTURED))]
 )
 def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name, device, graphs):
     model, ids = built(name, device), prompt(20).to(device)
@@ -379,7 +376,7 @@ def test_who_is_served_by_graphs(monkeypatch):
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        ("", lambda model: None),
+        ("", lambda model: model(prompt(5), output_hidden_states=True)),  # the hooks that this leaves do nothing
         ("hooks", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
         ("hooks", lambda model: model.lm_head.register_forward_pre_hook(lambda *given: None)),
         ("hooks", lambda model: setattr(model.model.layers[0], "_hf_hook", object())),
@@ -389,14 +386,9 @@ def test_who_is_served_by_graphs(monkeypatch):
 )
 def test_why_a_model_is_not_captured(reason, change):
     model: Any = family("llama").build()
+    assert capture_refusal(model) == ""
     change(model)
     assert bool(capture_refusal(model)) == bool(reason) and reason in capture_refusal(model)
-
-
-def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing():
-    model: Any = family("llama").build()
-    model(prompt(5), output_hidden_states=True)
-    assert capture_refusal(model) == ""
 
 
 def test_frequencies_that_the_host_decides_about():
