@@ -164,13 +164,18 @@ def assert_near_ties(model: Any, ids: torch.Tensor, configs: Sequence[Any]) -> N
 
 
 def assert_requests(model: Any, asked: Sequence[dict[str, Any]], **engine: Any) -> list[Any]:
-    """Assert that an engine writes what plain decoding does for each request, greedily; returns its handles."""
-    asked = [{"do_sample": False, **each} for each in asked]
-    expected = [model.generate(**each) for each in asked]
-    with lade.Engine(model, **engine) as served:
-        handles = [served.add(**each, lookahead=PAPER) for each in asked]
+    """Assert that an engine writes what plain decoding does for each request; returns its handles.
+
+    Requests are greedy and by the paper's method unless they say otherwise.
+    """
+    asked, expected = [{"do_sample": False, **each} for each in asked], []
+    for seed, each in enumerate(asked):
+        torch.manual_seed(seed)
+        expected.append(model.generate(**{name: value for name, value in each.items() if name != "lookahead"}))
+    with lade.Engine(model, **engine) as served:  # from here on the model is the engine's
+        handles = [served.add(**{"lookahead": PAPER, "seed": seed, **each}) for seed, each in enumerate(asked)]
         for number, (handle, ids) in enumerate(zip(handles, expected, strict=True)):
-            assert torch.equal(handle.result(60.0), ids), number
+            assert torch.equal(handle.result(120.0), ids), number
     return handles
 
 

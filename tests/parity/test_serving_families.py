@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, in_turn, now_and_then, plain, prompt
+from comparing import CONFIGS, PAPER, assert_requests, in_turn, now_and_then, plain, prompt
 from families import FAMILIES, UNLISTED, family
 from graphed import Graphs
 from pretend import DEVICES
@@ -23,14 +23,9 @@ def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: A
     """Requests with these configs and prompts of several lengths, three at a time: each gets plain's tokens."""
     asked = []
     for number, (seed, config) in enumerate(itertools.product(range(len(LENGTHS)), configs)):
-        ids = prompt(LENGTHS[seed], seed).to(model.device)
-        given = {"input_ids": ids, "max_new_tokens": new_tokens + number % 5, **arguments}
-        torch.manual_seed(number)
-        asked.append(({"lookahead": config, "seed": number, **given}, model.generate(**given)))
-    with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:  # from here on the model is the engine's
-        handles = [(engine.add(**given), expected) for given, expected in asked]
-        for handle, expected in handles:
-            assert torch.equal(handle.result(60.0), expected)
+        given = {"input_ids": prompt(LENGTHS[seed], seed).to(model.device), "lookahead": config, **arguments}
+        asked.append({**given, "max_new_tokens": new_tokens + number % 5})
+    assert_requests(model, asked, max_rows=3, prefill_tokens=5)
 
 
 @pytest.mark.one_in(6)
