@@ -267,20 +267,6 @@ def test_an_adapter_that_changes_the_passes_is_refused(kind, tmp_path):
 # --- contexts of the caller ------------------------------------------------------------------------------------------
 
 
-def test_a_plain_stream_decodes_under_the_callers_autocast():
-    model = bare()
-    for seed in range(8):  # which texts part depends on the processor
-        ids = prompt(20, seed)
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = plain(model, ids)
-        if not torch.equal(expected, plain(model, ids)):
-            break
-    else:
-        pytest.fail("no text depends on it")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(streamed(model, input_ids=ids, lookahead=None, **{**NEW, "max_new_tokens": 40}), expected)
-
-
 def test_an_engine_refuses_requests_under_autocast():
     model, said = bare(), r"torch\.autocast cannot be used with lade\.Engine"
     with lade.Engine(model) as engine:
