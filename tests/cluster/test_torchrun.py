@@ -12,20 +12,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "cli"))
-
 pytestmark = pytest.mark.distributed
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lade"]
 ALONE = [sys.executable, "-m", "lade"]
 SERVE = ["serve", "--tensor-parallel", "2", "--port", "0", "--json"]
 SECONDS = 240
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(command, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
-    )
+    command = [*command, *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=ENVIRONMENT, check=False)
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
 
@@ -60,17 +57,13 @@ def is_there(pid):
 @contextmanager
 def started(command, tmp_path):
     """A command and the file of what it says to its users; whatever it has started has ended afterwards."""
-    said, pids = tmp_path / "stderr", []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said, command = tmp_path / "stderr", [*map(str, command)]
     with said.open("w") as stderr:
-        process = subprocess.Popen(
-            [*map(str, command)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=ENVIRONMENT)
     try:
         yield process, said
     finally:
-        pids = [process.pid, *descendants(process.pid)]
-        for pid in pids:
+        for pid in (process.pid, *descendants(process.pid)):
             if is_there(pid):
                 os.kill(pid, signal.SIGKILL)
         process.stdout.close()

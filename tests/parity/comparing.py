@@ -11,6 +11,7 @@ from zlib import crc32
 import pytest
 import torch
 from families import VOCABULARY, Family
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.decoding.tree import TokenTree
@@ -78,6 +79,20 @@ def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
     return model.generate(input_ids=ids, **arguments)
 
 
+class Listener(BaseStreamer):
+    """What a streamer is given."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
 def lookahead(model: Any, ids: torch.Tensor | None, config: Any = PAPER, **arguments: Any) -> Any:
     """What `lade.generate` returns for the same arguments."""
     if "max_length" not in arguments:
@@ -116,17 +131,7 @@ def assert_same(
 ) -> lade.Stats:
     """Assert that every config gives plain's output, greedy or drawn, and leaves the generator as plain does.
 
-    Args:
-        model: what is asked.
-        ids: the prompts.
-        configs: settings of lookahead decoding.
-        seed: of the generator.
-        twin: what decodes plainly; the model itself by default.
-        tolerance: of scores.
-        arguments: of `generate`.
-
-    Returns:
-        The figures of all of them together.
+    Scores may differ by `tolerance`; `twin`, if given, is what decodes plainly. Returns the figures of all configs.
     """
     torch.manual_seed(seed)
     expected, state, stats = plain(twin or model, ids, **arguments), generator_state(model.device), lade.Stats()

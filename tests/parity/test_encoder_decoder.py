@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_alike, assert_refused, assert_same, assert_same_beams, lookahead, plain
+from comparing import (
+    CONFIGS,
+    PAPER,
+    Listener,
+    assert_alike,
+    assert_refused,
+    assert_same,
+    assert_same_beams,
+    lookahead,
+    plain,
+)
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
 from peft import LoraConfig, get_peft_model
 from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.encoder_decoder import source_of
@@ -278,19 +287,6 @@ def test_beams_copy_from_the_encoders_text():
 # --- rows that have to be shown together -----------------------------------------------------------------------------
 
 
-class Seen(BaseStreamer):
-    """What a streamer is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens.append(value.tolist())
-
-    def end(self) -> None:
-        self.tokens.append("end")
-
-
 def _lowered(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A processor that compares the rows of a batch."""
     return scores.index_fill(1, ids[:, -1].unique(), -1.0)
@@ -315,10 +311,10 @@ def test_rows_that_have_to_be_shown_together(case, sampled):
 def test_a_batch_gives_a_streamer_the_tokens_of_all_rows():
     """And takes fewer passes, as the rows' encoders have read what they write."""
     model, rows, stats = T5.build(), padded(20, 9), lade.Stats()
-    ours, theirs = Seen(), Seen()
+    ours, theirs = Listener(), Listener()
     expected = plain(model, **rows, streamer=theirs)
     assert torch.equal(lookahead(model, **rows, streamer=ours, stats=stats), expected)
-    assert ours.tokens == theirs.tokens and stats.tokens_per_step > 1
+    assert ours.heard == theirs.heard and stats.tokens_per_step > 1
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
