@@ -124,14 +124,22 @@ def test_a_window_that_the_cache_of_plain_decoding_does_not_heed(name, window):
         assert torch.equal(ours, plain(model, prompt(20), max_new_tokens=20))
 
 
-def test_layers_that_the_cache_of_plain_decoding_tells_apart_and_the_model_does_not():
-    model = family("llama").build(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW)
-    assert "takes one mask for layers with different windows" in lade.supports(model).reason
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 
 
-def test_a_model_whose_attention_is_bidirectional():
-    model = family("gemma4_text").build(use_bidirectional_attention="all")
-    assert "its attention is bidirectional" in lade.supports(model).reason
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: family("llama").build(**LAYERS), "takes one mask for layers with different windows"),
+        (lambda: family("gemma4_text").build(use_bidirectional_attention="all"), "its attention is bidirectional"),
+        (lambda: family("llama").build().model, "language modeling head"),
+        (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
+        (lambda: None, "not a transformers model"),
+        (lambda: "a name", "not a transformers model"),
+    ],
+)
+def test_other_models_and_what_is_none(make, said):
+    assert said in lade.supports(make()).reason
 
 
 # --- a supported family in a state that is not -----------------------------------------------------------------------
@@ -163,15 +171,6 @@ def test_a_model_in_pipeline_stages(way, pipeline):
     with one_fallback("pipeline stages"):
         ours = WAYS[way](pipeline, input_ids=prompt(5), lookahead="auto", max_new_tokens=12, do_sample=False)
     assert torch.equal(ours, plain(pipeline, prompt(5), max_new_tokens=12))
-
-
-@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, "a name"])
-def test_what_is_no_language_model(thing):
-    assert "not a transformers model" in lade.supports(thing).reason
-
-
-def test_a_model_without_a_head():
-    assert "language modeling head" in lade.supports(family("llama").build().model).reason
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
