@@ -11,6 +11,7 @@ from zlib import crc32
 import pytest
 import torch
 from families import VOCABULARY, Family
+from torch.nn.functional import pad
 from transformers.generation.streamers import BaseStreamer
 
 import lade
@@ -48,12 +49,9 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 
 def batch(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random prompts of these lengths, padded on the left, and their mask."""
-    width = max(lengths)
-    ids, mask = torch.zeros(2, len(lengths), width, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, width - length :] = prompt(length, seed=100 * seed + row)
-        mask[row, width - length :] = 1
-    return {"ids": ids, "attention_mask": mask}
+    rows = [prompt(length, seed=100 * seed + row) for row, length in enumerate(lengths)]
+    ids = torch.cat([pad(row, (max(lengths) - row.shape[1], 0)) for row in rows])
+    return {"ids": ids, "attention_mask": (ids != 0).long()}
 
 
 def build(case: Family, backend: str | None = None, **fields: Any) -> Any:

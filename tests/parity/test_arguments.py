@@ -12,6 +12,7 @@ from families import VOCABULARY, WINDOW, family, longrope
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import lade
@@ -36,8 +37,7 @@ def test_left_padding_is_taken_off(shape):
     dtype, fields = torch.float32 if shape == "bloom" else None, {"floor_scale": 8192} if "llama4" in shape else {}
     model = family(shape).build(dtype=dtype, **fields)
     ids = prompt(9)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
-    mask = (torch.arange(14) >= 5).long()[None]
+    padded, mask = pad(ids, (5, 0)), (torch.arange(14) >= 5).long()[None]
     assert_same(model, padded, attention_mask=mask)
     ours = lookahead(model, padded, attention_mask=mask)
     assert torch.equal(ours[:, 5:], plain(model, ids)) and torch.equal(ours[:, :14], padded)
@@ -47,8 +47,7 @@ def test_left_padding_is_taken_off(shape):
 @pytest.mark.parametrize(("shape", "fields"), [("llama4_text", {}), ("phi3", longrope())])
 def test_left_padding_that_plain_decoding_counts_is_refused(shape, fields):
     model = family(shape).build(**fields)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt(9)], dim=1)
-    mask = (torch.arange(14) >= 5).long()[None]
+    padded, mask = pad(prompt(9), (5, 0)), (torch.arange(14) >= 5).long()[None]
     assert_refused(model, padded, "this model counts the padding", lade.UnsupportedArgumentError, attention_mask=mask)
 
 

@@ -21,6 +21,7 @@ from comparing import (
 )
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
 from peft import LoraConfig, get_peft_model
+from torch.nn.functional import pad
 from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
 
 import lade
@@ -126,9 +127,8 @@ def test_a_decoder_that_is_given_a_beginning(case):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("case", USUAL, ids=str)
 def test_an_encoder_whose_input_is_padded(case, side):
-    model, padding = case.build(), torch.full((1, 6), PAD)
-    parts = [article(14), padding] if side == "right" else [padding, article(14)]
-    ids = torch.cat(parts, dim=1)
+    model = case.build()
+    ids = pad(article(14), (0, 6) if side == "right" else (6, 0), value=PAD)
     mask = (ids != PAD).long()
     expected = plain(model, ids, attention_mask=mask)
     assert not torch.equal(expected, plain(model, ids)), "the mask does nothing"
@@ -185,9 +185,8 @@ def test_positions_end_where_plain_decoding_ends():
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
     """Inputs of these lengths, padded on the right as encoders' are, and their mask."""
-    ids = torch.full((len(lengths), max(lengths)), PAD)
-    for row, length in enumerate(lengths):
-        ids[row, :length] = article(length, seed=10 + row)
+    rows = [article(length, seed=10 + row) for row, length in enumerate(lengths)]
+    ids = torch.cat([pad(row, (0, max(lengths) - row.shape[1]), value=PAD) for row in rows])
     return {"ids": ids, "attention_mask": (ids != PAD).long()}
 
 

@@ -138,7 +138,7 @@ LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_w
         (lambda: "a name", "not a transformers model"),
     ],
 )
-def test_other_models_and_what_is_none(make, said):
+def test_what_else_is_not_supported_says_why(make, said):
     assert said in lade.supports(make()).reason
 
 
