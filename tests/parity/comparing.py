@@ -189,11 +189,6 @@ def in_turn(things: Sequence[Any], *case: object, count: int = 1) -> list[Any]:
     return [things[(first + number) % len(things)] for number in range(count)]
 
 
-def now_and_then(*cases: Any) -> list[Any]:
-    """Cases that are left to `make test-slow`."""
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 def only_fallback(caught: Sequence[warnings.WarningMessage]) -> str:
     """Assert that exactly one warning was given, a `FallbackWarning`; returns its text."""
     assert [warning.category for warning in caught] == [lade.FallbackWarning], [str(w.message) for w in caught]

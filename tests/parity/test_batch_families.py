@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from comparing import (
-    CONFIGS,
-    PAPER,
-    assert_refused,
-    assert_same,
-    assert_same_beams,
-    batch,
-    build,
-    in_turn,
-    lookahead,
-    now_and_then,
-    plain,
-)
+from comparing import CONFIGS, assert_refused, assert_same, assert_same_beams, batch, build, in_turn, lookahead, plain
+from effort import now_and_then
 from families import DYNAMIC, FAMILIES, SWITCH, UNLISTED, family, longrope
 
 import lade
@@ -27,7 +16,7 @@ LENGTHS = (20, 7, 20, 13)
 
 
 def assert_same_batch(
-    model: Any, configs: Any = (PAPER,), lengths: Any = LENGTHS, seed: int = 0, **arguments: Any
+    model: Any, configs: Any = CONFIGS[:1], lengths: Any = LENGTHS, seed: int = 0, **arguments: Any
 ) -> lade.Stats:
     """Assert that every config gives plain's tokens, greedy or sampled, and leaves the generator as plain does."""
     arguments = {"max_new_tokens": 40, "pad_token_id": 0, **arguments}

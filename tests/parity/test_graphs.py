@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, assert_same_beams, lookahead, now_and_then, plain, prompt
+from comparing import CONFIGS, PAPER, assert_same, assert_same_beams, lookahead, plain, prompt
+from effort import now_and_then
 from families import CONTEXT, DYNAMIC, FAMILIES, family, longrope
 from graphed import Graphs, assert_same_parts, graphs_on, shapes_of
 from inside import buffers_in

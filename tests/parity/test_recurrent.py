@@ -16,12 +16,12 @@ from comparing import (
     assert_same,
     batch,
     lookahead,
-    now_and_then,
     only_fallback,
     plain,
     prompt,
     streamed,
 )
+from effort import now_and_then
 from families import RECURRENT_FAMILIES, family
 from inside import capacity_of
 from test_batch_families import LENGTHS, assert_same_batch

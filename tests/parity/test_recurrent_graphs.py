@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, assert_same, lookahead, now_and_then, plain, prompt
+from comparing import PAPER, assert_same, lookahead, plain, prompt
+from effort import now_and_then
 from families import RECURRENT_FAMILIES, family
 from graphed import Graphs, graphs_on, shapes_of
 from test_serving_families import assert_served

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_requests, in_turn, now_and_then, plain, prompt
+from comparing import CONFIGS, PAPER, assert_requests, in_turn, plain, prompt
+from effort import now_and_then
 from families import FAMILIES, UNLISTED, family
 from graphed import Graphs
 from pretend import DEVICES

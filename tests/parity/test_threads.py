@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, assert_alike, batch, build, lookahead, now_and_then, plain, prompt
+from comparing import PAPER, assert_alike, batch, build, lookahead, plain, prompt
+from effort import now_and_then
 from families import family
 from graphed import Graphs
 from inside import buffers_in
