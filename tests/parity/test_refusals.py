@@ -13,6 +13,7 @@ import torch
 from comparing import PAPER, custom, only_fallback, plain, prompt
 from families import VOCABULARY, WINDOW, family
 from inside import force_attention
+from small_models import SIZES
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
@@ -23,11 +24,7 @@ import lade
 from lade.hf import refusals
 from lade.model.facts import CACHE
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+_SIZES: dict[str, Any] = {**SIZES, "vocab_size": VOCABULARY, "num_hidden_layers": 4}
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 SLOTS_OF_ATTENTION = "attention's biases depend on the cache slot, not on the position"
 SCORES = "selects keys by score, and breaks ties by the number of keys"
