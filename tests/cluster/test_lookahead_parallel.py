@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import in_processes
 from split_toys import saved, whole
-from test_tensor_parallel import IDS, PAPER, SAMPLED, SMALL, TWO, both, raised, written
+from test_tensor_parallel import IDS, PAPER, SAMPLED, SMALL, TWO, both, check_engine, raised, written
 from torch import distributed as dist
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -147,39 +147,10 @@ def test_greedy_decoding_brings_no_rows_of_logits(folder):
     assert adaptive <= 24 * 28 and paper <= 40 * 4 and all(most >= 4 * row for most in sampled)
 
 
-def served(place, rank):
-    model = lade.parallel(whole(place))
-    if rank:
-        return [lade.follow(model), raised(lambda: lade.Engine(model))]
-    with lade.Engine(model, prefix_cache=2**20, max_rows=3) as engine:
-        handles = [
-            engine.add(row[:length], seed=3, max_new_tokens=30, **arguments)
-            for row in TWO
-            for length in (12, 7)
-            for arguments in ({"do_sample": True}, {"do_sample": False}, {"repetition_penalty": 1.2})
-        ]
-        found = [handle.result()[0].tolist() for handle in handles]
-        longer = [engine.add(torch.tensor(text), max_new_tokens=20) for text in found]
-        found += [handle.result()[0].tolist() for handle in longer]
-        engine.add(TWO[0], max_new_tokens=400).cancel()
-    return [found, min(handle.cached_tokens for handle in longer)]
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_engine_s_requests_get_their_own_tokens(size, folder):
-    place = saved("llama", folder)
-    reference, expected = whole(place), []
-    for row in TWO:
-        for length in (12, 7):
-            for arguments in ({"do_sample": True}, {"do_sample": False}, {"repetition_penalty": 1.2}):
-                torch.manual_seed(3)
-                expected.append(reference.generate(row[None, :length], max_new_tokens=30, **arguments)[0].tolist())
-    expected += [reference.generate(torch.tensor([text]), max_new_tokens=20)[0].tolist() for text in expected]
-    (found, cached), *others = in_processes(size, lambda rank: served(place, rank))
-    assert found == expected and cached > 30, "some process lacks the last tokens of some of these texts"
-    for followed, (name, words) in others:
-        assert followed is None and name == "UnsupportedModelError" and "lade.follow" in words
+    check_engine(saved("llama", folder), size, lambda place: lade.parallel(whole(place)))
 
 
 def steps(place, rank, size):
@@ -218,10 +189,8 @@ def test_what_is_not_served_is_refused(folder):
     saved("llama", folder)
     first, second = in_processes(2, refusals)
     assert first == second
-    said = ["num_beams", "recurrent"]
-    assert all(
-        name.startswith("Unsupported") and words in text for (name, text), words in zip(first, said, strict=True)
-    )
+    for (name, text), words in zip(first, ["num_beams", "recurrent"], strict=True):
+        assert name.startswith("Unsupported") and words in text
 
 
 SCRIPT = """

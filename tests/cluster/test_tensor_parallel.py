@@ -171,47 +171,56 @@ def short(model):
     return lade.generate(model, IDS, max_new_tokens=8).tolist()
 
 
-def served(place, rank):
-    model = split(place, 2)
+REQUESTS = [
+    (row[:length], arguments)
+    for row in TWO
+    for length in (12, 7)
+    for arguments in ({"do_sample": True}, {"do_sample": False}, {"repetition_penalty": 1.2})
+]
+
+
+def served(model, rank):
+    """Texts of an engine's requests, then of these texts' own, and of one that comes late; what else is refused."""
     if rank:
         return [lade.follow(model), raised(lambda: lade.Engine(model)), short(model)]
-    with lade.Engine(model, prefix_cache=2**20, max_rows=2) as engine:
-        handles = [
-            engine.add(row[:length], seed=3, max_new_tokens=12, do_sample=True) for row in TWO for length in (12, 7)
-        ]
+    with lade.Engine(model, prefix_cache=2**20, max_rows=3) as engine:
+        handles = [engine.add(row, seed=3, max_new_tokens=30, **arguments) for row, arguments in REQUESTS]
         found = [handle.result()[0].tolist() for handle in handles]
         busy = raised(lambda: short(model))
+        longer = [engine.add(torch.tensor(text), max_new_tokens=20) for text in found]
+        found += [handle.result()[0].tolist() for handle in longer]
         time.sleep(1.0)
         found.append(engine.add(TWO[0], max_new_tokens=12).result()[0].tolist())
         engine.add(TWO[0], max_new_tokens=400).cancel()
-    return [found, busy, short(model)]
+    return [found, min(handle.cached_tokens for handle in longer), busy, short(model)]
+
+
+def check_engine(place, size, make):
+    """Assert that an engine of the first process is followed to its end, and that its texts are plain decoding's."""
+    reference, expected = whole(place), []
+    for row, arguments in REQUESTS:
+        torch.manual_seed(3)
+        expected.append(reference.generate(row[None], max_new_tokens=30, **arguments)[0].tolist())
+    expected += [reference.generate(torch.tensor([text]), max_new_tokens=20)[0].tolist() for text in expected]
+    expected.append(reference.generate(TWO[:1], max_new_tokens=12)[0].tolist())
+    (found, cached, busy, last), *others = in_processes(size, lambda rank: served(make(place), rank))
+    assert found == expected
+    assert cached > 30, "some process lacks the last tokens of some of these texts"
+    assert busy[0] == "ClusterError" and "an open lade.Engine" in busy[1]
+    for followed, (name, words), other_last in others:
+        assert followed is None and name == "UnsupportedModelError" and "lade.follow" in words
+        assert other_last == last
 
 
 @pytest.mark.distributed
 def test_an_engine_of_the_first_process_is_followed_to_its_end(llama):
-    first, second = in_processes(2, lambda rank: served(llama, rank))
-    assert len(first) == len(second) == 3, (first, second)
-    (found, busy, last), (followed, refused, other_last) = first, second
-    reference, expected = whole(llama), []
-    for row in TWO:
-        for length in (12, 7):
-            torch.manual_seed(3)
-            expected.append(reference.generate(row[None, :length], max_new_tokens=12, do_sample=True)[0].tolist())
-    expected.append(reference.generate(TWO[:1], max_new_tokens=12)[0].tolist())
-    assert found == expected
-    assert busy[0] == "ClusterError" and "an open lade.Engine" in busy[1]
-    assert followed is None and refused[0] == "UnsupportedModelError" and "lade.follow" in refused[1]
-    assert last == other_last
+    check_engine(llama, 2, lambda place: split(place, 2))
 
 
 def other_tree(place, rank):
     model = split(place, 2)
     if rank == 0:
-
-        def spoilt(tree):
-            return [*tree.ids[:-1], (tree.ids[-1] + 1) % 60], tree.parents
-
-        leading.flattened = spoilt
+        leading.flattened = lambda tree: ([*tree.ids[:-1], (tree.ids[-1] + 1) % 60], tree.parents)
     return raised(lambda: lade.generate(model, IDS, max_new_tokens=30, lookahead=SMALL))
 
 

@@ -7,24 +7,22 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "cli"))
-
 pytestmark = pytest.mark.distributed
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lade"]
 ALONE = [sys.executable, "-m", "lade"]
+SERVE = ["serve", "--tensor-parallel", "2", "--port", "0", "--json"]
 SECONDS = 240
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(command, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
-    )
+    command = [*command, *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=ENVIRONMENT, check=False)
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
 
@@ -36,24 +34,6 @@ def generate(folder, *more):
 def test_the_model_is_split_and_the_first_process_writes(folder):
     alone, shared = (json.loads(run(way, *generate(folder, "once upon"))) for way in (ALONE, TORCHRUN))
     assert shared["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 30
-
-
-def test_a_server_starts_torchrun_and_ends_when_told(folder):
-    command = [*ALONE, "serve", "--model", str(folder), "--tensor-parallel", "2", "--port", "0", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        try:
-            url = json.loads(server.stdout.readline())["url"]
-            body = json.dumps({"model": "llama", "prompt": "once upon", "max_tokens": 30, "temperature": 0}).encode()
-            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-                text = json.loads(answer.read())["choices"][0]["text"]
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
-        finally:
-            server.kill()
-    alone = json.loads(run(ALONE, *generate(folder, "once upon")))
-    assert text == alone["text"]
 
 
 def descendants(pid):
@@ -77,21 +57,37 @@ def is_there(pid):
 @contextmanager
 def started(command, tmp_path):
     """A command and the file of what it says to its users; whatever it has started has ended afterwards."""
-    said, pids = tmp_path / "stderr", []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said, command = tmp_path / "stderr", [*map(str, command)]
     with said.open("w") as stderr:
-        process = subprocess.Popen(
-            [*map(str, command)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=ENVIRONMENT)
     try:
         yield process, said
     finally:
-        pids = [process.pid, *descendants(process.pid)]
-        for pid in pids:
+        for pid in (process.pid, *descendants(process.pid)):
             if is_there(pid):
                 os.kill(pid, signal.SIGKILL)
         process.stdout.close()
         process.wait()
+
+
+@contextmanager
+def completion(url, **body):
+    """The answer of a server to a prompt."""
+    body = json.dumps({"model": "llama", **body}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        yield answer
+
+
+def test_a_server_starts_torchrun_and_ends_when_told(folder, tmp_path):
+    with started([*ALONE, *SERVE, "--model", folder], tmp_path) as (server, _):
+        url = json.loads(server.stdout.readline())["url"]
+        with completion(url, prompt="once upon", max_tokens=30, temperature=0) as answer:
+            text = json.loads(answer.read())["choices"][0]["text"]
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=60)
+    alone = json.loads(run(ALONE, *generate(folder, "once upon")))
+    assert text == alone["text"]
 
 
 def killed(process, rank, *, survivor_first=False):
@@ -142,14 +138,11 @@ def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, survivor_firs
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_server_that_loses_a_process_ends_with_an_error(rank, busy, folder, tmp_path):
-    command = [*ALONE, "serve", "--model", folder, "--tensor-parallel", 2, "--port", 0, "--json"]
-    with started(command, tmp_path) as (process, said):
+    with started([*ALONE, *SERVE, "--model", folder], tmp_path) as (process, said), ExitStack() as open_requests:
         url = json.loads(process.stdout.readline())["url"]
         if busy:
-            body = json.dumps({"model": "llama", "prompt": "once", "max_tokens": 450, "stream": True}).encode()
-            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-            answer = urllib.request.urlopen(request, timeout=SECONDS)
-            answer.readline()
+            streaming = completion(url, prompt="once", max_tokens=450, stream=True)
+            open_requests.enter_context(streaming).readline()
         code, left = killed(process, rank)
         assert code != 0 and not left, said.read_text()[-3000:]
         text = said.read_text()

@@ -34,15 +34,11 @@ _T5 = {
     "num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
 _GAINS_OF_BART = {
-    "*coder.embed_tokens": 0.5,
-    "shared": 0.5,  # the same, where they are tied
-    "decoder.embed_positions": 3.0,
-    "decoder.layers.*.encoder_attn.out_proj": 0.3,
+    "*coder.embed_tokens": 0.5, "shared": 0.5,  # the same, where they are tied
+    "decoder.embed_positions": 3.0, "decoder.layers.*.encoder_attn.out_proj": 0.3,
     "decoder.layers.*.self_attn.[qk]_proj": 2.0,
-}
+}  # fmt: skip
 _GAINS_OF_T5 = {
     "*coder.embed_tokens": 0.3, "shared": 0.3, "decoder.*.SelfAttention.o": 6.0,
     "decoder.*.relative_attention_bias": 8.0,

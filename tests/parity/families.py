@@ -36,23 +36,17 @@ _LATENT = {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS,
 }  # fmt: skip
 _INDEXED = {
-    **{name: size for name, size in _LATENT.items() if name != "first_k_dense_replace"},
-    "num_key_value_heads": 4,
-    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-    "index_topk": 10,
+    **{name: size for name, size in _LATENT.items() if name != "first_k_dense_replace"}, "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3, "index_topk": 10, "index_head_dim": 16,
     "index_n_heads": 2,  # so that many scores are 0
-    "index_head_dim": 16,
-}
+}  # fmt: skip
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _WINDOWED = {"sliding_window": WINDOW}
 _GEMMA4 = {
-    **_GROUPED,
-    **_WINDOWED,
-    "layer_types": _ALTERNATING,
-    "global_head_dim": 16,  # of full layers: head_dim is no longer one number
-    "hidden_size_per_layer_input": 8,
+    **_GROUPED, **_WINDOWED, "layer_types": _ALTERNATING, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
-}
+    "global_head_dim": 16,  # of full layers: head_dim is no longer one number
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,8 @@ def randomize(model: PreTrainedModel, seed: int, gain: float = 1.0) -> PreTraine
             parameter.add_(0.1 * noise)
         else:
             parameter.copy_(noise * (gain / math.sqrt(parameter.shape[-1])))
-    model.get_input_embeddings().weight.copy_(
-        torch.randn(model.get_input_embeddings().weight.shape, generator=generator)
-    )
+    embeddings = model.get_input_embeddings().weight
+    embeddings.copy_(torch.randn(embeddings.shape, generator=generator))
     return model
 
 
@@ -195,16 +188,10 @@ _DELTA_RULE = {
 }  # fmt: skip
 _KIMI = {
     **{name: size for name, size in _LATENT.items() if name not in ("n_routed_experts", "first_k_dense_replace")},
-    "layer_types": _LINEAR,
-    "num_key_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "qk_rope_head_dim": 4,
-    "num_local_experts": 4,
-    "n_shared_experts": 1,
+    "layer_types": _LINEAR, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "qk_rope_head_dim": 4, "num_local_experts": 4, "n_shared_experts": 1,
     "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-}
+}  # fmt: skip
 _MAMBA2 = {
     "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
     "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,

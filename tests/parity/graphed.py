@@ -36,18 +36,12 @@ class Graphs:
         self.counted: Any = None
 
     def runner_for(
-        self,
-        facts: ModelFacts,
-        plan: Any,
-        generation_config: GenerationConfig,
-        *,
-        own_cache: bool = True,
-        captures: bool = True,
+        self, facts: ModelFacts, plan: Any, config: GenerationConfig, *, own_cache: bool = True, captures: bool = True
     ) -> EagerRunner:
         model = facts.model
         if not own_cache or not captures or not self.captures or capture_refusal(model, facts):
-            return EagerRunner(model, plan, generation_config, facts)
-        return GraphRunner(model, plan, generation_config, self.pool(model), facts)
+            return EagerRunner(model, plan, config, facts)
+        return GraphRunner(model, plan, config, self.pool(model), facts)
 
     def serve(self, monkeypatch: pytest.MonkeyPatch) -> Graphs:
         """Have all passes from now on made by these runners."""

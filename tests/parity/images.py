@@ -19,12 +19,8 @@ def _noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _squares(count: int, seed: int) -> torch.Tensor:
-    return _noise(count, 3, SIDE, SIDE, seed=seed)
-
-
 def _of_squares(sizes: Sequence[Size], seed: int) -> Arguments:
-    return {"pixel_values": _squares(len(sizes), seed)}
+    return {"pixel_values": _noise(len(sizes), 3, SIDE, SIDE, seed=seed)}
 
 
 def _of_mistral(sizes: Sequence[Size], seed: int) -> Arguments:
@@ -59,18 +55,13 @@ def _of_tiles(sizes: Sequence[Size], seed: int) -> Arguments:
     return {"pixel_values": pixels, "image_sizes": torch.tensor([(SIDE, SIDE)] * len(sizes))}
 
 
-def _of_video_llava(sizes: Sequence[Size], seed: int) -> Arguments:
-    return {"pixel_values_images": _squares(len(sizes), seed)}
-
-
 QWEN = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5")
 MAKERS: dict[str, Callable[[Sequence[Size], int], Arguments]] = {
-    **dict.fromkeys(QWEN, _of_grid(2)),
-    **dict.fromkeys(("Glm4v",), _of_grid(2)),
+    **dict.fromkeys((*QWEN, "Glm4v"), _of_grid(2)),
     "Ernie4_5_VLMoe": _of_grid(1),
     "Gemma4": _of_gemma4,
     "Mistral3": _of_mistral,
-    "VideoLlava": _of_video_llava,
+    "VideoLlava": lambda sizes, seed: {"pixel_values_images": _noise(len(sizes), 3, SIDE, SIDE, seed=seed)},
     **dict.fromkeys(("LlavaNext", "LlavaOnevision"), _of_tiles),
 }
 PER_ROW = frozenset({"SmolVLM", "Idefics3"})

@@ -89,122 +89,65 @@ class Multimodal:
         return model if self.dtype is torch.float32 else model.to(self.dtype)  # which would spoil complex buffers
 
 
+_LLAMA, _QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
+_COHERE2 = {"model_type": "cohere2", "sliding_window": WINDOW, "logit_scale": 1.0}
+_ROPE = {"rope_parameters": _SECTIONS}
+_IMAGE_ID, _IMAGE_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
+_BOTH = {**_IMAGE_INDEX, "video_token_index": VIDEO}
+_VIDEO_IDS = {**_IMAGE_ID, "video_token_id": VIDEO, "video_start_token_id": START, "video_end_token_id": END,
+    "image_start_token_id": 58, "image_end_token_id": 59}  # fmt: skip
+_BLOCKS = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
+_ONE_TILE = {"image_grid_pinpoints": [[16, 16]]}
 GEMMA3 = Multimodal(
     "Gemma3", {**_ALTERNATING, "query_pre_attn_scalar": 8}, _VISION, {"mm_tokens_per_image": 4, **_GEMMA_IDS}
 )
 QWEN2_5_VL = Multimodal(
-    "Qwen2_5_VL",
-    {"rope_parameters": _SECTIONS},
-    {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
-    _QWEN_IDS,
-    without=("head_dim",),
+    "Qwen2_5_VL", _ROPE, {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}, _QWEN_IDS, ("head_dim",)
 )
 QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 USUAL = [
     GEMMA3,
-    Multimodal(
-        "Gemma4",
-        _GEMMA4_TEXT,
-        _GEMMA4_VISION,
-        {"audio_config": None, "image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 59}
-        | {"boi_token_id": START, "eoi_token_id": END, "boa_token_id": 58},
-    ),
-    Multimodal(
-        "Mistral3",
-        {"model_type": "mistral", "sliding_window": None},
-        _PIXTRAL,
-        {"image_token_index": IMAGE, "spatial_merge_size": 2},
-    ),
-    Multimodal("Llava", {"model_type": "mistral", "sliding_window": WINDOW}, _CLIP, {"image_token_index": IMAGE}),
-    Multimodal(
-        "InternVL",
-        {"model_type": "qwen2"},
-        {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
-        {"image_token_id": IMAGE},
-    ),
-    Multimodal(
-        "Qwen2VL",
-        {"rope_parameters": _SECTIONS},
-        {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 4, "patch_size": 4}
-        | {"spatial_merge_size": 2, "temporal_patch_size": 2},
-        _QWEN_IDS,
-        without=("head_dim",),
-    ),
+    Multimodal("Gemma4", _GEMMA4_TEXT, _GEMMA4_VISION, {**_IMAGE_ID, "video_token_id": VIDEO, "audio_token_id": 59,
+        "audio_config": None, "boi_token_id": START, "eoi_token_id": END, "boa_token_id": 58}),
+    Multimodal("Mistral3", {"model_type": "mistral", "sliding_window": None}, _PIXTRAL,
+        {**_IMAGE_INDEX, "spatial_merge_size": 2}),
+    Multimodal("Llava", {"model_type": "mistral", "sliding_window": WINDOW}, _CLIP, _IMAGE_INDEX),
+    Multimodal("InternVL", _QWEN2, {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]}, _IMAGE_ID),
+    Multimodal("Qwen2VL", _ROPE, {**_BLOCKS, "embed_dim": 32, "mlp_ratio": 2, "temporal_patch_size": 2}, _QWEN_IDS,
+        ("head_dim",)),
     QWEN2_5_VL,
-    Multimodal("Qwen3VL", {"rope_parameters": _SECTIONS}, QWEN3_VISION, _QWEN_IDS),
-]
-_BOTH = {"image_token_index": IMAGE, "video_token_index": VIDEO}
-_ONE_TILE = {"image_grid_pinpoints": [[16, 16]]}
+    Multimodal("Qwen3VL", _ROPE, QWEN3_VISION, _QWEN_IDS),
+]  # fmt: skip
 OTHERS = [
-    Multimodal("Qwen3VLMoe", {"rope_parameters": _SECTIONS, **_EXPERTS}, QWEN3_VISION, _QWEN_IDS),
-    Multimodal(
-        "Glm4v",
-        {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 1.0}},
-        {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "image_size": 16, "patch_size": 4}
-        | {"out_hidden_size": 32, "spatial_merge_size": 2},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 58, "image_end_token_id": 59}
-        | {"video_start_token_id": START, "video_end_token_id": END},
-    ),
-    Multimodal(
-        "Ernie4_5_VLMoe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 24], "moe_num_shared_experts": 1}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
-        {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4}
-        | {"spatial_merge_size": 2, "temporal_merge_size": 2},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 58, "image_end_token_id": 59}
-        | {"video_start_token_id": START, "video_end_token_id": END},
-    ),
-    Multimodal(
-        "Llama4",
-        {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": WINDOW}
-        | {"interleave_moe_layer_step": 2, "layer_types": ["chunked_attention", "full_attention"] * 2},
-        {**_VISION, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32}
-        | {"projector_output_dim": 32, "pixel_shuffle_ratio": 0.5},
-        _GEMMA_IDS,
-        dtype=torch.float32,
-    ),
-    Multimodal("LlavaNext", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE, **_ONE_TILE}),
-    Multimodal("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, {**_BOTH, **_ONE_TILE}),
-    Multimodal("VideoLlava", {"model_type": "llama"}, _CLIP, _BOTH),
-    Multimodal("SmolVLM", {"model_type": "llama"}, _VISION, {"image_token_id": IMAGE, "scale_factor": 2}),
-    Multimodal("Idefics3", {"model_type": "llama"}, _VISION, {"image_token_id": IMAGE, "scale_factor": 2}),
-    Multimodal(
-        "AyaVision",
-        {"model_type": "cohere2", "sliding_window": WINDOW, "logit_scale": 1.0},
-        _SIGLIP,
-        {"image_token_index": IMAGE, "downsample_factor": 2},
-    ),
-    Multimodal(
-        "Cohere2Vision",
-        {"model_type": "cohere2", "sliding_window": WINDOW, "logit_scale": 1.0},
-        _SIGLIP,
-        {"image_token_id": IMAGE, "downsample_factor": 2},
-    ),
-    Multimodal("DeepseekVL", {"model_type": "llama"}, _SIGLIP, {"image_token_id": IMAGE}, seed=1),
-    Multimodal(
-        "Qwen2Audio",
-        {"model_type": "qwen2"},
-        None,
-        {
-            "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32}
-            | {"num_mel_bins": 8, "max_source_positions": 16},
-            "audio_token_index": IMAGE,
-        },
-    ),
-    Multimodal(
-        "Qwen3_5",
-        {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
-        | {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
-        | {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "rope_parameters": _SECTIONS},
-        {**_QWEN_VISION, "num_position_embeddings": 16},
-        _QWEN_IDS,
-    ),
-]
+    Multimodal("Qwen3VLMoe", {**_ROPE, **_EXPERTS}, QWEN3_VISION, _QWEN_IDS),
+    Multimodal("Glm4v", {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 1.0}},
+        {**_BLOCKS, "intermediate_size": 48, "image_size": 16, "out_hidden_size": 32}, _VIDEO_IDS),
+    Multimodal("Ernie4_5_VLMoe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 24],
+        "moe_num_shared_experts": 1, "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}},
+        {**_BLOCKS, "intermediate_size": 48, "temporal_merge_size": 2}, _VIDEO_IDS),
+    Multimodal("Llama4", {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "attention_chunk_size": WINDOW, "interleave_moe_layer_step": 2,
+        "layer_types": ["chunked_attention", "full_attention"] * 2},
+        {**_VISION, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+        "projector_output_dim": 32, "pixel_shuffle_ratio": 0.5}, _GEMMA_IDS, dtype=torch.float32),
+    Multimodal("LlavaNext", _LLAMA, _CLIP, {**_IMAGE_INDEX, **_ONE_TILE}),
+    Multimodal("LlavaOnevision", _QWEN2, _SIGLIP, {**_BOTH, **_ONE_TILE}),
+    Multimodal("VideoLlava", _LLAMA, _CLIP, _BOTH),
+    Multimodal("SmolVLM", _LLAMA, _VISION, {**_IMAGE_ID, "scale_factor": 2}),
+    Multimodal("Idefics3", _LLAMA, _VISION, {**_IMAGE_ID, "scale_factor": 2}),
+    Multimodal("AyaVision", _COHERE2, _SIGLIP, {**_IMAGE_INDEX, "downsample_factor": 2}),
+    Multimodal("Cohere2Vision", _COHERE2, _SIGLIP, {**_IMAGE_ID, "downsample_factor": 2}),
+    Multimodal("DeepseekVL", _LLAMA, _SIGLIP, _IMAGE_ID, seed=1),
+    Multimodal("Qwen2Audio", _QWEN2, None, {"audio_token_index": IMAGE, "audio_config": {"d_model": 32,
+        "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "num_mel_bins": 8,
+        "max_source_positions": 16}}),
+    Multimodal("Qwen3_5", {**_ROPE, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        {**_QWEN_VISION, "num_position_embeddings": 16}, _QWEN_IDS),
+]  # fmt: skip
 REFUSED = [
     (
-        Multimodal(
-            "PaliGemma", {"model_type": "gemma"}, {**_VISION, "projection_dim": 32}, {"image_token_index": IMAGE}
-        ),
+        Multimodal("PaliGemma", {"model_type": "gemma"}, {**_VISION, "projection_dim": 32}, _IMAGE_INDEX),
         "its attention is bidirectional",
     )
 ]

@@ -32,7 +32,17 @@ class Tape:
         result = self._results.like(call())
         with _Writer() as writer:
             result.copy_(call())
-        return _Written(writer.steps, result).replay
+
+        @torch.inference_mode()  # a graph asks for no mode either
+        def replay(call: Call) -> torch.Tensor:
+            for func, args, kwargs, before in writer.steps:
+                after = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or in place
+                        old.copy_(new)
+            return result
+
+        return replay
 
 
 @dataclass
@@ -81,17 +91,3 @@ def _where_it_lies(value: Any) -> Any:
 
 def _by_mask(args: Any) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:2]))
-
-
-class _Written:
-    def __init__(self, steps: list[tuple[Any, Any, Any, Any]], result: torch.Tensor) -> None:
-        self._steps, self._result = steps, result
-
-    @torch.inference_mode()  # a graph asks for no mode either
-    def replay(self, call: Call) -> torch.Tensor:
-        for func, args, kwargs, before in self._steps:
-            after = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or done in place
-                    old.copy_(new)
-        return self._result

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_refused, assert_same, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, assert_refused, assert_same, lookahead, plain, prompt, streamed
 from families import VOCABULARY, WINDOW, family, longrope
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import lade
@@ -35,8 +37,7 @@ def test_left_padding_is_taken_off(shape):
     dtype, fields = torch.float32 if shape == "bloom" else None, {"floor_scale": 8192} if "llama4" in shape else {}
     model = family(shape).build(dtype=dtype, **fields)
     ids = prompt(9)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
-    mask = (torch.arange(14) >= 5).long()[None]
+    padded, mask = pad(ids, (5, 0)), (torch.arange(14) >= 5).long()[None]
     assert_same(model, padded, attention_mask=mask)
     ours = lookahead(model, padded, attention_mask=mask)
     assert torch.equal(ours[:, 5:], plain(model, ids)) and torch.equal(ours[:, :14], padded)
@@ -46,8 +47,7 @@ def test_left_padding_is_taken_off(shape):
 @pytest.mark.parametrize(("shape", "fields"), [("llama4_text", {}), ("phi3", longrope())])
 def test_left_padding_that_plain_decoding_counts_is_refused(shape, fields):
     model = family(shape).build(**fields)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt(9)], dim=1)
-    mask = (torch.arange(14) >= 5).long()[None]
+    padded, mask = pad(prompt(9), (5, 0)), (torch.arange(14) >= 5).long()[None]
     assert_refused(model, padded, "this model counts the padding", lade.UnsupportedArgumentError, attention_mask=mask)
 
 
@@ -81,28 +81,17 @@ def test_an_output_object_and_its_cache_go_on(model):
     assert type(first) is type(plain(model, ids, max_new_tokens=2, return_dict_in_generate=True))
     assert torch.equal(first.sequences, expected[:, : ids.shape[1] + 30])
     assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
-    stats = lade.Stats()
-    second = lookahead(model, first.sequences, max_new_tokens=30, past_key_values=first.past_key_values, stats=stats)
-    assert torch.equal(second, expected)
-
-
-@pytest.mark.one_in(8)
-def test_plain_decoding_can_go_on_with_our_cache(model):
-    ids = prompt(WINDOW + 8)
-    first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
-    second = plain(model, first.sequences, max_new_tokens=30, past_key_values=first.past_key_values)
-    assert torch.equal(second, plain(model, ids, max_new_tokens=60))
+    for decode in (lookahead, plain):
+        cache = copy.deepcopy(first.past_key_values)
+        assert torch.equal(decode(model, first.sequences, max_new_tokens=30, past_key_values=cache), expected), decode
 
 
 @pytest.mark.one_in(8)
 def test_a_tree_cache_serves_a_conversation(model):
     cache, ids, fresh = lade.TreeCache(), prompt(10), prompt(10)
     for turn in range(3):
-        steps = list(
-            lade.stream(
-                model, input_ids=ids, past_key_values=cache, max_new_tokens=15, do_sample=False, lookahead=PAPER
-            )
-        )
+        given = {"past_key_values": cache, "max_new_tokens": 15, "do_sample": False, "lookahead": PAPER}
+        steps = list(lade.stream(model, ids, **given))
         assert steps[0].fed == (10 if turn == 0 else 7), "only what is new is fed"
         ids = torch.cat([ids, torch.tensor([[token for step in steps for token in step.tokens]])], dim=1)
         fresh = plain(model, fresh, max_new_tokens=15)
@@ -147,8 +136,8 @@ def test_stop_strings(llama, tokenizer):
     arguments: dict[str, Any] = {"stop_strings": [stop, "zz"], "tokenizer": tokenizer}
     assert_same(llama, prompt(10), CONFIGS, **arguments)
     assert lookahead(llama, prompt(10), **arguments).shape[1] <= 27
-    steps = lade.stream(llama, prompt(10), max_new_tokens=40, do_sample=False, lookahead=PAPER, **arguments)
-    assert [token for step in steps for token in step.tokens] == plain(llama, prompt(10), **arguments)[0, 10:].tolist()
+    ours = streamed(llama, prompt(10), max_new_tokens=40, do_sample=False, lookahead=PAPER, **arguments)
+    assert torch.equal(ours, plain(llama, prompt(10), **arguments))
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, plain, prompt
 from families import FAMILIES, WINDOW, Family, family
 from pretend import NO_CUDA
 from spies import watched
@@ -79,13 +80,10 @@ def test_every_family_writes_what_plain_decoding_writes(case):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_rows_of_a_batch_and_beams(name):
     _, model = build(family(name))
-    rows = torch.cat([prompt(9, seed) for seed in range(3)])
-    padding = torch.ones_like(rows)
-    padding[1, :4] = 0
-    rows[1, :4] = 0
-    assert_same(model, rows, [PAPER], attention_mask=padding, max_new_tokens=24, pad_token_id=0)
-    assert_same(model, rows, [PAPER], attention_mask=padding, num_beams=3, max_new_tokens=12, pad_token_id=0)
-    assert_same(model, prompt(9), [PAPER], num_beams=3, max_new_tokens=12)
+    rows: dict[str, Any] = {**batch(9, 5, 9), "pad_token_id": 0}
+    assert_same(model, **rows, max_new_tokens=24)
+    for several in (rows, {"ids": prompt(9)}):
+        assert_same(model, **several, num_beams=3, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("name", sorted(OUTSIDE))

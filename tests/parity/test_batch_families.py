@@ -1,12 +1,12 @@
-"""Batches of every family: left-padded prompts of several lengths, rows that end when they end."""
+"""Batches of every family: left-padded prompts of several lengths, rows that end when they end; beams of them, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
-from comparing import CONFIGS, PAPER, assert_same, batch, build, in_turn, lookahead, plain
+from comparing import CONFIGS, assert_refused, assert_same, assert_same_beams, batch, build, in_turn, lookahead, plain
+from effort import now_and_then
 from families import DYNAMIC, FAMILIES, SWITCH, UNLISTED, family, longrope
 
 import lade
@@ -16,11 +16,17 @@ LENGTHS = (20, 7, 20, 13)
 
 
 def assert_same_batch(
-    model: Any, configs: Any = (PAPER,), lengths: Any = LENGTHS, seed: int = 0, **arguments: Any
+    model: Any, configs: Any = CONFIGS[:1], lengths: Any = LENGTHS, seed: int = 0, **arguments: Any
 ) -> lade.Stats:
     """Assert that every config gives plain's tokens, greedy or sampled, and leaves the generator as plain does."""
     arguments = {"max_new_tokens": 40, "pad_token_id": 0, **arguments}
     return assert_same(model, configs=configs, seed=seed, **batch(*lengths, seed=seed), **arguments)
+
+
+def assert_same_batch_of_beams(model: Any, lengths: Any, **arguments: Any) -> lade.Stats:
+    """Assert it for three beams of each prompt."""
+    arguments = {"max_new_tokens": 30, "pad_token_id": 0, "num_beams": 3, "num_return_sequences": 2, **arguments}
+    return assert_same_beams(model, **batch(*lengths), **arguments)
 
 
 @pytest.mark.one_in(32)
@@ -41,6 +47,7 @@ def test_a_sampled_batch(name):
     model = build(family(name))
     assert_same_batch(model, CONFIGS[:3], do_sample=True, temperature=0.6, eos_token_id=[5, 6])
     assert_same_batch(model, CONFIGS[:2], lengths=(9, 4), do_sample=True, num_return_sequences=3, top_k=20)
+    assert_same_batch_of_beams(model, (9, 4, 13), max_new_tokens=20, do_sample=True, temperature=0.7)
 
 
 @pytest.mark.slow
@@ -65,18 +72,20 @@ def test_a_family_that_is_probed(case):
     assert_same_batch(build(case), CONFIGS[:2])
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_bigcode", "llama", "gpt_neox"])
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_bigcode", "llama", "gpt_neox", "bloom"])
 def test_up_to_the_very_last_position(name):
     model = build(family(name), max_position_embeddings=64)
     for lengths in ((60, 50, 59), (40, 5, 63), (63, 63)):
         assert_same_batch(model, CONFIGS[:3], lengths=lengths, max_new_tokens=65 - max(lengths))
+        assert_same_batch_of_beams(model, lengths, max_new_tokens=65 - max(lengths))
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "falcon"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", *now_and_then("falcon")])
 def test_rotary_models_run_on_beyond_their_context(name):
-    assert_same_batch(build(family(name), max_position_embeddings=32), CONFIGS[:3], lengths=(30, 20, 35))
+    model = build(family(name), max_position_embeddings=32)
+    assert_same_batch(model, CONFIGS[:3], lengths=(30, 20, 35))
+    assert_same_batch_of_beams(model, (30, 20, 35))
 
 
 @pytest.mark.one_in(6)
@@ -85,18 +94,18 @@ def test_frequencies_that_go_by_the_longest_row(name, fields):
     """Served where all rows stay on one side of the switch; else the rows of plain decoding depend on each other."""
     model = family(name).build(**fields)
     assert_same_batch(model, CONFIGS[:3], lengths=(12, 5), max_new_tokens=SWITCH - 13)
-    said = f"from {SWITCH} tokens on, the longest row decides"
+    assert_same_batch_of_beams(model, (12, 5), max_new_tokens=SWITCH - 13)
+    ids, said = batch(12, 12)["ids"], f"from {SWITCH} tokens on, the longest row decides"
+    assert_refused(model, ids, said, lade.UnsupportedArgumentError, max_new_tokens=SWITCH)
     with pytest.raises(lade.UnsupportedArgumentError, match=said):
-        lookahead(model, **batch(12, 12), max_new_tokens=SWITCH)
-    with pytest.warns(lade.FallbackWarning, match=said):
-        ours = lookahead(model, **batch(12, 12), config="auto", max_new_tokens=SWITCH)
-    assert torch.equal(ours, plain(model, **batch(12, 12), max_new_tokens=SWITCH))
+        lookahead(model, ids, num_beams=2, max_length=SWITCH + 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_rows_beyond_a_switch_from_the_beginning(name):
     model = family(name).build(**longrope())
     assert_same_batch(model, CONFIGS[:3], lengths=(SWITCH + 3, SWITCH + 3, SWITCH + 3))
+    assert_same_batch_of_beams(model, (SWITCH + 3, SWITCH + 3))
 
 
 @pytest.mark.slow

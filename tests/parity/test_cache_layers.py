@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import lookahead, plain, prompt
+from comparing import assert_same, lookahead, plain, prompt
 from families import family
 from graphed import Graphs
 from transformers import GenerationConfig
@@ -119,37 +119,22 @@ def keeping(runner: EagerRunner, cache: TreeCache) -> None:
     cache.keep([[0, 3, 4, 5]] * 3, logits.shape[1])
 
 
-def leaving(runner: EagerRunner, cache: TreeCache) -> None:
-    cache.leave(0)
-
-
-def selecting(runner: EagerRunner, cache: TreeCache) -> None:
-    cache.batch_select_indices(torch.tensor([2, 0]))
-
-
-def reordering(runner: EagerRunner, cache: TreeCache) -> None:
-    cache.reorder_cache(torch.tensor([1, 1, 0]))
-
-
-def repeating(runner: EagerRunner, cache: TreeCache) -> None:
-    cache.batch_repeat_interleave(2)
-
-
-OPERATIONS: list[tuple[Callable[[EagerRunner, TreeCache], None], list[list[int]]]] = [
-    (keeping, [[*text, 5 + row, 9, 10, 11] for row, text in enumerate(TEXTS)]),
-    (leaving, [TEXTS[2], TEXTS[1]]),
-    (selecting, [TEXTS[2], TEXTS[0]]),
-    (reordering, [TEXTS[1], TEXTS[1], TEXTS[0]]),
-    (repeating, [text for text in TEXTS for _ in range(2)]),
-]
+KEPT = [[*text, 5 + row, 9, 10, 11] for row, text in enumerate(TEXTS)]
+OPERATIONS: dict[str, tuple[Callable[[EagerRunner, TreeCache], None], list[list[int]]]] = {
+    "keep": (keeping, KEPT),
+    "leave": (lambda runner, cache: cache.leave(0), [TEXTS[2], TEXTS[1]]),
+    "select": (lambda runner, cache: cache.batch_select_indices(torch.tensor([2, 0])), [TEXTS[2], TEXTS[0]]),
+    "reorder": (lambda runner, cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [TEXTS[1], TEXTS[1], TEXTS[0]]),
+    "repeat": (lambda runner, cache: cache.batch_repeat_interleave(2), [text for text in TEXTS for _ in range(2)]),
+}
 COPIES = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), saved, growing]
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_all_tensors_follow_their_rows(runner, number):
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_all_tensors_follow_their_rows(runner, name):
     """On the cache itself and on copies of it; then one more step, for buffers that were joined before."""
-    operation, texts = OPERATIONS[number]
+    operation, texts = OPERATIONS[name]
     caches = [joined(runner), *(make(joined(runner)) for make in COPIES)]
     for cache in caches:
         operation(runner, cache)
@@ -207,7 +192,7 @@ def test_what_begins_in_inference_mode_goes_on_outside_of_it(name):
         one.join([cache], [(0, 0), (0, 1), (0, 2)])
     for each in (one, copied):
         keeping(runner, each)
-        assert_holds(runner, each, OPERATIONS[0][1])
+        assert_holds(runner, each, KEPT)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("falcon_h1", marks=pytest.mark.slow)])
@@ -228,13 +213,10 @@ def test_a_stream_may_be_read_in_either_mode(name):
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
 def test_captured_passes_are_replayed_in_either_mode(name, monkeypatch):
     """Their buffers stay from one generation to the next."""
-    graphs, model = Graphs(torch.device("cpu")), model_of(name)
-    graphs.serve(monkeypatch)
-    expected = plain(model, prompt(9), max_new_tokens=20)
+    graphs, model = Graphs(torch.device("cpu")).serve(monkeypatch), model_of(name)
     for inferring in (True, False, True):
         with torch.inference_mode(inferring):
-            config = lade.LookaheadConfig(budget=12)
-            assert torch.equal(lookahead(model, prompt(9), config, max_new_tokens=20), expected)
+            assert_same(model, prompt(9), [lade.LookaheadConfig(budget=12)], max_new_tokens=20)
     assert graphs.counted.replayed > graphs.counted.recorded
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, plain, prompt
 from families import family
 from graphed import Graphs, graphs_on
 from spies import watched
@@ -102,10 +102,8 @@ def test_it_writes_what_plain_decoding_writes(name, config, device, graphs, pass
 
 
 def test_rows_of_a_batch(device, graphs, passes):
-    model, rows = built("llama", device), torch.cat([prompt(9, seed) for seed in range(3)]).to(device)
-    padding = torch.ones_like(rows)
-    padding[1, :4] = rows[1, :4] = 0
-    assert_same(model, rows, [PAPER], attention_mask=padding, max_new_tokens=12, pad_token_id=0)
+    rows = {name: tensor.to(device) for name, tensor in batch(9, 5, 9).items()}
+    assert_same(built("llama", device), **rows, max_new_tokens=12, pad_token_id=0)
     assert {shape.rows for shape in passes} >= {4}
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import ADAPTIVE, CONFIGS, PAPER, assert_requests, assert_same
+from comparing import ADAPTIVE, CONFIGS, DOORS, PAPER, assert_requests, assert_same
 from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
@@ -27,11 +27,11 @@ LONG = {"max_new_tokens": 50, "do_sample": False}
 SHORT = {"max_new_tokens": 25, "do_sample": False}
 WITH_IMAGES = [case for case in USUAL + OTHERS if case.kind != "Qwen2Audio"]
 ALL = [*USUAL, *OTHERS, *(case for case, _ in REFUSED)]
-CLASSES = [pytest.param(case, id=str(case)) for case in WITH_IMAGES]
 NAMED = ("Qwen2_5_VL", "Gemma3", "Qwen3VL", "SmolVLM", "Gemma4", "Mistral3", "Llava", "InternVL", "Llama4", "Qwen3_5")
-CHOSEN = [next(case for case in CLASSES if case.id == name) for name in NAMED]
-FOUR = CHOSEN[:4]
-TWO = [pytest.param(case, id=str(case)) for case in (GEMMA3, QWEN2_5_VL)]
+BY_NAME = {case.kind: case for case in WITH_IMAGES}
+CHOSEN = pytest.mark.parametrize("case", [BY_NAME[name] for name in NAMED], ids=str)
+FOUR = pytest.mark.parametrize("case", [BY_NAME[name] for name in NAMED[:4]], ids=str)
+TWO = pytest.mark.parametrize("case", [GEMMA3, QWEN2_5_VL], ids=str)
 WIDE: Size = (4, 8)
 LOW: Size = (2, 4)
 
@@ -80,7 +80,7 @@ def written(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.one_in(14)
-@pytest.mark.parametrize("case", CLASSES)
+@pytest.mark.parametrize("case", WITH_IMAGES, ids=str)
 def test_a_prompt_with_images_is_served(case, watch):
     model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
     written(model, arguments)
@@ -89,7 +89,7 @@ def test_a_prompt_with_images_is_served(case, watch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", TWO)
+@TWO
 def test_all_configs_and_prompts_in_chunks(case):
     model = built(case)
     for seed, images in ((1, [SQUARE]), (2, [SQUARE] * 3)):
@@ -109,7 +109,7 @@ class Shift(LogitsProcessor):
 
 
 @pytest.mark.one_in(18)
-@pytest.mark.parametrize("case", CHOSEN)
+@CHOSEN
 def test_samples_and_processors_are_plains(case):
     model, inputs = built(case), prompt(case, images_of(case))
     for options in (
@@ -121,7 +121,7 @@ def test_samples_and_processors_are_plains(case):
 
 
 @pytest.mark.one_in(18)
-@pytest.mark.parametrize("case", CHOSEN)
+@CHOSEN
 def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case):
     model, first = built(case), {**prompt(case, images_of(case)), **SHORT}
     more: dict[str, Any] = {**SHORT, "return_dict_in_generate": True, "output_logits": True}
@@ -141,7 +141,7 @@ def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case):
 
 
 @pytest.mark.one_in(18)
-@pytest.mark.parametrize("case", CHOSEN)
+@CHOSEN
 def test_batches_with_images_of_several_sizes_are_plains(case):
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
     expected = written(model, arguments)
@@ -151,7 +151,7 @@ def test_batches_with_images_of_several_sizes_are_plains(case):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", TWO)
+@TWO
 def test_batches_whose_rows_are_shown_together(case):
     """As a user's own processor asks for."""
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
@@ -163,7 +163,7 @@ def test_batches_whose_rows_are_shown_together(case):
 
 
 @pytest.mark.one_in(18)
-@pytest.mark.parametrize("case", FOUR)
+@FOUR
 def test_beams_are_plains(case):
     model = built(case)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
@@ -171,7 +171,7 @@ def test_beams_are_plains(case):
 
 
 @pytest.mark.one_in(18)
-@pytest.mark.parametrize("case", CHOSEN)
+@CHOSEN
 def test_requests_of_an_engine_come_and_go(case):
     _compare_requests(built(case), case)
 
@@ -193,7 +193,7 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
 
 
 @pytest.mark.one_in(16)
-@pytest.mark.parametrize("case", [pytest.param(it, id=str(it)) for it in ALL])
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_what_is_supported_is_served_and_what_is_not_is_refused(case):
     """Prompts of text and with images, on every way in: either none falls back or raises, or all do."""
     model = built(case)
@@ -203,19 +203,12 @@ def test_what_is_supported_is_served_and_what_is_not_is_refused(case):
         prompts += [prompt(case, images_of(case))]
     for arguments in ({**it, "max_new_tokens": 8, "do_sample": False} for it in prompts):
         expected = model.generate(**arguments)
-        ways = [
-            lambda given: lade.generate(model, lookahead=PAPER, **given),
-            lambda given: model.generate(custom_generate=lade.decode, lookahead=PAPER, **given),
-            lambda given: _streamed(model, given),
-            lambda given: _by_engine(model, given),
-            lambda given: _enabled(model, given),
-        ]
-        for way in ways:
+        for name, door in DOORS.items():
             if support:
-                assert torch.equal(way(arguments), expected)
+                assert torch.equal(door(model, lookahead=PAPER, **arguments), expected), name
             else:
                 with pytest.raises(lade.UnsupportedModelError):
-                    way(arguments)
+                    door(model, lookahead=PAPER, **arguments)
         stats = lade.Stats()
         with warnings.catch_warnings():
             warnings.simplefilter("error" if support else "ignore", lade.FallbackWarning)
@@ -223,29 +216,10 @@ def test_what_is_supported_is_served_and_what_is_not_is_refused(case):
         assert (stats.fallback is None) == bool(support)
 
 
-def _streamed(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    new = [token for step in lade.stream(model, lookahead=PAPER, **arguments) for token in step.tokens]
-    return torch.cat([arguments["input_ids"], torch.tensor([new])], dim=1)
-
-
-def _enabled(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    try:
-        return lade.enable(model, PAPER).generate(**arguments)  # type: ignore[no-any-return]
-    finally:
-        lade.disable(model)
-
-
-def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    with lade.Engine(model) as engine:
-        output: torch.Tensor = engine.add(lookahead=PAPER, **arguments).result(60.0)
-    return output
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FOUR)
+@FOUR
 def test_captured_passes_are_plains(case, monkeypatch):
-    model, graphs = built(case), Graphs(torch.device("cpu"))
-    graphs.serve(monkeypatch)
+    model, graphs = built(case), Graphs(torch.device("cpu")).serve(monkeypatch)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
         assert_plains(model, inputs, **SHORT)
     _compare_requests(model, case)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from comparing import batch, lookahead, plain, prompt
 from exact_products import exact_linear, quick_kernels
+from families import family
 from graphed import Graphs, graphs_on
-from test_attention_families import DEVICES
-from test_fused_passes import built, passes
+from test_fused_passes import NAMES, built, device, passes
 
 import lade
 from lade.backends.cuda_graphs.buffers import EagerReplay
@@ -23,15 +23,9 @@ from lade.backends.cuda_graphs.invariant import make_invariant as making
 from lade.errors import PrecisionWarning
 from lade.model.facts import CACHE, as_cache, is_invariant
 
-__all__ = ["passes"]  # a fixture
-NAMES = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3_text"]
+__all__ = ["device", "passes"]  # fixtures
 SMALL = lade.LookaheadConfig(3, 2, 4)
 SCORES = {"return_dict_in_generate": True, "output_logits": True}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @pytest.fixture
@@ -138,8 +132,6 @@ def test_changes_of_an_invariant_model_are_noticed(why, device, graphs):
 
 
 def test_models_of_other_families_are_refused(device):
-    from families import family
-
     model: Any = family("gpt2").build("sdpa", dtype=torch.float32).to(device)
     assert "family" in making.refusal(model)
     other: Any = family("llama").build("eager", dtype=torch.float32).to(device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import ADAPTIVE, PAPER, batch, lookahead, prompt
+from comparing import ADAPTIVE, PAPER, assert_same, batch, lookahead, prompt
 from families import family
 
 import lade
@@ -21,28 +21,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_same_text(model: Any, config: Any = PAPER, **arguments: Any) -> lade.Stats:
-    """Assert that tokens, and scores up to rounding, are those of plain decoding."""
-    stats, arguments = lade.Stats(), {"max_new_tokens": 40, "pad_token_id": 0, "do_sample": False, **arguments}
-    torch.manual_seed(2)
-    expected = model.generate(**arguments)
-    torch.manual_seed(2)
-    ours = lade.generate(model, lookahead=config, stats=stats, **arguments)
-    if arguments.get("output_scores"):
-        torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores))
-        ours, expected = ours.sequences, expected.sequences
-    assert torch.equal(ours, expected)
-    return stats
-
-
 def embedded(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model.get_input_embeddings()(ids).detach()  # type: ignore[no-any-return]
-
-
-def with_gaps() -> dict[str, Any]:
-    rows = batch(20, 9, 15)
-    rows["attention_mask"][0, 3:5] = rows["attention_mask"][2, 10] = 0
-    return {"input_ids": rows["ids"], "attention_mask": rows["attention_mask"]}
 
 
 @pytest.mark.one_in(8)
@@ -52,9 +32,11 @@ def test_masked_tokens_amid_the_text(name, way):
     model = family(name).build(dtype=torch.float32 if name == "bloom" else None)  # its eager masks of padding
     mask = torch.ones(1, 24, dtype=torch.long)
     mask[0, [0, 5, 6, 11]] = 0
-    stats = assert_same_text(model, input_ids=prompt(24), attention_mask=mask, **WAYS[way])
+    stats = assert_same(model, prompt(24), attention_mask=mask, **WAYS[way])
     assert way != "greedy" or stats.tokens_per_step > 1
-    assert_same_text(model, **with_gaps(), **WAYS[way])
+    rows = batch(20, 9, 15)
+    rows["attention_mask"][0, 3:5] = rows["attention_mask"][2, 10] = 0
+    assert_same(model, **rows, pad_token_id=0, **WAYS[way])
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
@@ -65,13 +47,13 @@ def test_embeddings_in_place_of_ids(name, way):
     """Embeddings that are those of no tokens, with ids beside them or not, and in batches."""
     model = family(name).build()
     others = embedded(model, prompt(24)) * 1.1
-    stats = assert_same_text(model, inputs_embeds=others, **WAYS[way])
+    stats = assert_same(model, None, inputs_embeds=others, **WAYS[way])
     assert way != "greedy" or stats.tokens_per_step > 1
-    assert_same_text(model, ADAPTIVE[0] if way != "beams" else PAPER, inputs_embeds=others, **WAYS[way])
-    assert_same_text(model, inputs_embeds=others, input_ids=prompt(24), **WAYS[way])
+    assert_same(model, None, [ADAPTIVE[0] if way != "beams" else PAPER], inputs_embeds=others, **WAYS[way])
+    assert_same(model, prompt(24), inputs_embeds=others, **WAYS[way])
     rows = batch(20, 9, 15)
-    mask = rows["attention_mask"]
-    assert_same_text(model, inputs_embeds=embedded(model, rows["ids"]), attention_mask=mask, **WAYS[way])
+    embeddings = embedded(model, rows.pop("ids"))
+    assert_same(model, None, inputs_embeds=embeddings, **rows, pad_token_id=0, **WAYS[way])
 
 
 def test_what_comes_with_embeddings():

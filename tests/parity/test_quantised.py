@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import accelerate
 import peft
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, only_fallback, plain, prompt
+from comparing import CONFIGS, PAPER, assert_refused, assert_same, batch, lookahead, plain, prompt
 from quantised_layers import (
     InBfloat16,
     OneTokenOtherwise,
@@ -30,6 +29,7 @@ from quantised_layers import (
 )
 from spies import watched
 from torch import nn
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -75,8 +75,7 @@ def test_quantised_weights_are_served_token_for_token(make, dtype):
     rows = batch(5, 20, 9)
     assert_same(model, rows["ids"], attention_mask=rows["attention_mask"], pad_token_id=0, max_new_tokens=30)
     assert_same(model, prompt(20), num_beams=3, max_new_tokens=20)
-    told = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30}
-    assert_same(model, prompt(20), **told)
+    assert_same(model, prompt(20), do_sample=True, temperature=0.7, max_new_tokens=30)
 
 
 @pytest.mark.one_in(4)
@@ -146,14 +145,8 @@ def test_quantised_inputs_are_refused(kind, dtype):
     for seed in range(5):
         found = lade.supports(toy(kind, dtype, seed=seed))
         assert not found and found.model == "LlamaForCausalLM"
-    model = toy(kind, dtype)
-    first = rf"its layer 'model\.layers\.0\.self_attn\.q_proj' \({kind.__name__}\) "
-    with pytest.raises(lade.UnsupportedModelError, match=first + REFUSED[kind] + "; use plain model.generate"):
-        lookahead(model, prompt(10), PAPER)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ours = lookahead(model, prompt(10), "auto", max_new_tokens=20)
-    assert kind.__name__ in only_fallback(caught) and torch.equal(ours, plain(model, prompt(10), max_new_tokens=20))
+    said = rf"its layer 'model\.layers\.0\.self_attn\.q_proj' \({kind.__name__}\) {REFUSED[kind]}"
+    assert_refused(toy(kind, dtype), prompt(10), said, max_new_tokens=20)
 
 
 @pytest.fixture
@@ -179,19 +172,16 @@ def test_what_rounds_each_token_for_itself_would_make_other_texts(untried):
         model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
         for layer in linears(model):
             layer.__class__ = kind
-        told = {"max_new_tokens": 120}
-        return sum(not torch.equal(lookahead(model, ids, **told), plain(model, ids, **told)) for ids in texts)
+        pairs = [[decode(model, ids, max_new_tokens=120) for decode in (lookahead, plain)] for ids in texts]
+        return sum(not torch.equal(*pair) for pair in pairs)
 
     assert parted(WeightsOnly) == 0 < parted(PerTokenFloat8)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_torchs_own_dynamic_quantisation_is_refused():
-    model: Any = toy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", UserWarning)
-        model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-        assert OTHERS in lade.supports(model).reason
+    model = torch.ao.quantization.quantize_dynamic(toy(), {nn.Linear}, dtype=torch.qint8)
+    assert OTHERS in lade.supports(model).reason
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
@@ -221,7 +211,7 @@ def test_a_forward_of_ones_own_is_tried(bound, hooked):
     """As compressed-tensors puts it onto torch's own layers; accelerate's hooks may come on top."""
 
     def rounding(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(PerToken.fed(layer, x), layer.weight)
+        return linear(PerToken.fed(layer, x), layer.weight)
 
     model = toy()
     layer = model.model.layers[0].mlp.up_proj
@@ -281,13 +271,10 @@ def test_quantised_embeddings_only_look_up(trials):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.weight.codes[ids] * self.weight.scales[ids]
 
-    for kind in (Embedding, nn.Embedding):
+    for kind in (Embedding, type("Own", (Embedding, nn.Embedding), {})):
         model = toy()
-        table = coded(model.model.embed_tokens.weight)
-        model.model.embed_tokens = Embedding(table)
-        model.model.embed_tokens.__class__ = (
-            Embedding if kind is Embedding else type("Own", (Embedding, nn.Embedding), {})
-        )
+        model.model.embed_tokens = Embedding(coded(model.model.embed_tokens.weight))
+        model.model.embed_tokens.__class__ = kind
         assert lade.supports(model) and not trials
         assert_same(model, prompt(20))
 
@@ -300,16 +287,10 @@ def _raises(layer: Any, x: torch.Tensor) -> Any:
     ("forward", "said"),
     [
         (_raises, "cannot be tried: RuntimeError: no kernel here"),
-        (
-            lambda layer, x: (nn.functional.linear(x, layer.weight), None),
-            "cannot be tried: TypeError: it made tuple of one tensor",
-        ),
-        (lambda layer, x: nn.functional.linear(x, layer.weight) * torch.nan, OTHERS),
-        (lambda layer, x: nn.functional.linear(x, layer.weight).relu(), ROUNDS),
-        (
-            lambda layer, x: nn.functional.linear(x / x.abs().amax(-1, keepdim=True), layer.weight),
-            r"rounds its inputs \(by nan",
-        ),
+        (lambda layer, x: (linear(x, layer.weight), None), "cannot be tried: TypeError: it made tuple of one tensor"),
+        (lambda layer, x: linear(x, layer.weight) * torch.nan, OTHERS),
+        (lambda layer, x: linear(x, layer.weight).relu(), ROUNDS),
+        (lambda layer, x: linear(x / x.abs().amax(-1, keepdim=True), layer.weight), r"rounds its inputs \(by nan"),
     ],
     ids=["raises", "tuple", "not a number", "not linear", "not a number for zeros"],
 )

@@ -53,7 +53,6 @@ def bitsandbytes(**fields: Any) -> Make:
     return make
 
 
-NF4 = bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 WEIGHTS_ONLY = {
     "torchao int8": torchao(lambda q: q.Int8WeightOnlyConfig()),
     "torchao int8 in groups": torchao(lambda q: q.Int8WeightOnlyConfig(granularity=q.PerGroup(32))),
@@ -61,11 +60,10 @@ WEIGHTS_ONLY = {
     "torchao float8": torchao(lambda q: q.Float8WeightOnlyConfig()),
 }
 FOUR_BITS = {
-    "bitsandbytes nf4": NF4,
-    "bitsandbytes fp4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
-    "bitsandbytes nf4 twice": bitsandbytes(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    ),
+    f"bitsandbytes {kind}{' twice' * twice}": bitsandbytes(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=twice
+    )
+    for kind, twice in (("nf4", False), ("fp4", False), ("nf4", True))
 }
 REFUSED = {
     "torchao int8 for each token": (torchao(lambda q: q.Int8DynamicActivationInt8WeightConfig()), ROUNDS),

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_requests, assert_same, batch, lookahead, only_fallback, plain, prompt
+from comparing import (
+    CONFIGS,
+    PAPER,
+    assert_requests,
+    assert_same,
+    batch,
+    lookahead,
+    only_fallback,
+    plain,
+    prompt,
+    streamed,
+)
+from effort import now_and_then
 from families import RECURRENT_FAMILIES, family
 from inside import capacity_of
 from test_batch_families import LENGTHS, assert_same_batch
@@ -24,7 +36,6 @@ from lade.backends.trials.tree_check import worst_error
 from lade.model import facts, supports
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
-from lade.model.supports import RECURRENT
 from lade.serving.capacity import Need
 from lade.tuning.cost_cache import measure_step_cost
 
@@ -46,10 +57,6 @@ def test_it_writes_what_plain_decoding_writes(case, watch):
 def test_the_logits_at_every_node_are_those_of_plain_passes(case):
     model = case.build(seed=2)
     assert worst_error(model, lade.supports(model).require()) < 1e-3  # transformers' functions compute in float32
-
-
-def test_every_listed_family_is_tested():
-    assert {case.model_type for case in RECURRENT_FAMILIES} == RECURRENT
 
 
 @pytest.mark.one_in(8)
@@ -114,44 +121,19 @@ def test_a_cache_goes_on_as_transformers_own_does(name):
         assert torch.equal(lookahead(model, longer, past_key_values=ours), expected)
 
 
-def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests():
-    model = family("qwen3_5_text").build()
-    with pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 with left padding"):
-        lookahead(model, **batch(20, 7), prefill_chunk_size=5, pad_token_id=0)
-    with (
-        lade.Engine(model, max_rows=3) as engine,
-        pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 cannot be used"),
-    ):
-        engine.add(prompt(20), prefill_chunk_size=5, max_new_tokens=5)
-
-
-def test_caches_that_do_not_tell_what_they_hold_are_refused():
-    model = family("mamba2").build()
-    for cache in (DynamicCache(config=model.config), lade.TreeCache()):
-        with pytest.raises(lade.UnsupportedArgumentError, match="a model whose layers are all recurrent"):
-            lookahead(model, prompt(20), cache_params=cache)
-
-
 def test_plain_decoding_begins_a_cache_under_its_other_name():
     model = family("mamba2").build()
     expected, cache = plain(model, prompt(20), max_new_tokens=9), lade.TreeCache()
     assert torch.equal(lookahead(model, prompt(20), None, max_new_tokens=9, cache_params=cache), expected)
     assert cache.recurrent
     arguments = {"lookahead": None, "max_new_tokens": 9, "cache_params": lade.TreeCache(), "past_key_values": None}
-    steps = list(lade.stream(model, prompt(20), **arguments))
-    assert [token for step in steps for token in step.tokens] == expected[0, 20:].tolist()
+    assert torch.equal(streamed(model, prompt(20), **arguments), expected)
 
 
 def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch):
     model = family("mamba2").build()
     monkeypatch.setattr(facts, "CACHE_NAMES", ("keys",))
     assert "its forward takes no cache under a known name" in lade.supports(model).reason
-
-
-def test_beams_are_refused():
-    model = family("qwen3_5_text").build()
-    with pytest.raises(lade.UnsupportedArgumentError, match="recurrent layers"):
-        lookahead(model, prompt(20), num_beams=2)
 
 
 class Mixing(LogitsProcessor):
@@ -165,18 +147,12 @@ class Mixing(LogitsProcessor):
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "jamba", "mamba2", "nemotron_h", "qwen3_5_text"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_rows_that_are_shown_together(name, sampled):
-    model, stats, rows = family(name).build(**PIECES.get(name, {})), lade.Stats(), batch(9, 5, 12)
+    model, rows = family(name).build(**PIECES.get(name, {})), batch(9, 5, 12)
     arguments: dict[str, Any] = {**rows, "do_sample": sampled, "max_new_tokens": 40, "logits_processor": [Mixing()]}
     arguments |= {"eos_token_id": int(plain(model, **rows)[1, 20]), "pad_token_id": 0}
     arguments |= {"return_dict_in_generate": True, "output_scores": True}
-    configs = [PAPER, lade.LookaheadConfig(budget=12)]
-    for config in [*configs, lade.LookaheadConfig()] if sampled else configs:
-        torch.manual_seed(3)
-        expected = plain(model, **arguments)
-        torch.manual_seed(3)
-        result = lookahead(model, config=config, stats=stats, **arguments)
-        assert torch.equal(result.sequences, expected.sequences)
-        torch.testing.assert_close(result.scores, expected.scores, rtol=1e-3, atol=1e-3)
+    configs = [PAPER, lade.LookaheadConfig(budget=12), *([lade.LookaheadConfig()] if sampled else [])]
+    stats = assert_same(model, configs=configs, tolerance={"rtol": 1e-3, "atol": 1e-3}, **arguments)
     assert stats.tokens_per_step > 1, "no guess was ever accepted"
 
 
@@ -225,21 +201,30 @@ def test_training_mode(name):
             assert "training mode" in support.reason
 
 
-def test_a_cache_that_keeps_no_paths_is_refused():
-    model = family("qwen3_5_text").build()
-    for cache in (DynamicCache(config=model.config), DynamicCache()):
-        with pytest.raises(
-            lade.UnsupportedArgumentError, match=r"DynamicCache on a model with rec.*give a lade.TreeCa"
-        ):
-            lookahead(model, prompt(20), past_key_values=cache)
+def test_what_recurrent_layers_cannot_do_is_refused():
+    model, mamba = family("qwen3_5_text").build(), family("mamba2").build()
+    paths = r"DynamicCache on a model with rec.*give a lade.TreeCa"
+    everything = "a model whose layers are all recurrent"
+    for refusing, said, arguments in (
+        (model, "num_beams cannot be used .*recurrent layers", {"num_beams": 2}),
+        (model, "prefill_chunk_size=5 with left padding", {"prefill_chunk_size": 5, "pad_token_id": 0, **batch(20, 7)}),
+        (model, paths, {"past_key_values": DynamicCache(config=model.config)}),
+        (model, paths, {"past_key_values": DynamicCache()}),
+        (mamba, everything, {"cache_params": DynamicCache(config=mamba.config)}),
+        (mamba, everything, {"cache_params": lade.TreeCache()}),
+    ):
+        with pytest.raises(lade.UnsupportedArgumentError, match=said):
+            lookahead(refusing, **{"ids": prompt(20), **arguments})
+    with (
+        lade.Engine(model) as engine,
+        pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 cannot"),
+    ):
+        engine.add(prompt(20), prefill_chunk_size=5, max_new_tokens=5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cache = DynamicCache(config=model.config)
-        assert torch.equal(
-            lookahead(model, prompt(20), "auto", past_key_values=cache, max_new_tokens=9),
-            plain(model, prompt(20), max_new_tokens=9),
-        )
+        ours = lookahead(model, prompt(20), "auto", past_key_values=DynamicCache(config=model.config), max_new_tokens=9)
     assert "recurrent layers" in only_fallback(caught)
+    assert torch.equal(ours, plain(model, prompt(20), max_new_tokens=9))
 
 
 def test_an_empty_cache_that_nobody_has_begun_is_refused():
@@ -247,9 +232,8 @@ def test_an_empty_cache_that_nobody_has_begun_is_refused():
     with pytest.raises(lade.UnsupportedArgumentError, match=r"an empty lade\.TreeCache has no layers for the states"):
         plain(model, prompt(20), past_key_values=cache)
     text = lookahead(model, prompt(20), max_new_tokens=8, past_key_values=cache)
-    assert torch.equal(
-        plain(model, text, max_new_tokens=8, past_key_values=cache), plain(model, text, max_new_tokens=8)
-    )
+    again = plain(model, text, max_new_tokens=8, past_key_values=cache)
+    assert torch.equal(again, plain(model, text, max_new_tokens=8))
 
 
 def test_a_family_with_recurrent_layers_built_without_any():
@@ -386,36 +370,30 @@ def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch):
     held = cache.get_seq_length()
     text = plain(model, ids)
     assert held == 0 or 20 <= held < text.shape[1]
-    assert torch.equal(
-        lookahead(model, text[:, : held + 1] if held else ids, past_key_values=cache)[:, :60], text[:, :60]
-    )
+    again = lookahead(model, text[:, : held + 1] if held else ids, past_key_values=cache)
+    assert torch.equal(again[:, :60], text[:, :60])
 
 
-@pytest.mark.parametrize(
-    "name", ["falcon_h1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5_text", "jamba"))]
-)
+@pytest.mark.parametrize("name", ["falcon_h1", *now_and_then("qwen3_5_text", "jamba")])
 def test_plain_decoding_and_ours_take_turns_on_one_cache(name):
     model, cache, text = family(name).build(), lade.TreeCache(), prompt(20)
     for turn, config in enumerate((None, PAPER, None, "auto")):
         expected = plain(model, text, max_new_tokens=15)
         if turn == 2:  # a stream that is left in the middle of its passes
-            stream = lade.stream(
-                model, text, max_new_tokens=15, lookahead=PAPER, past_key_values=cache, do_sample=False
-            )
+            given = {"max_new_tokens": 15, "lookahead": PAPER, "past_key_values": cache, "do_sample": False}
+            stream = lade.stream(model, text, **given)
             list(itertools.islice(stream, 2))
             stream.close()
             cache.crop(text.shape[1] - 1 - cache.get_seq_length())
         result = lookahead(model, text, config, max_new_tokens=15, past_key_values=cache)
         assert torch.equal(result, expected)
         text = torch.cat([result, prompt(3, seed=turn)], dim=1)
-    steps = list(lade.stream(model, text, max_new_tokens=9, lookahead=None, past_key_values=cache, do_sample=False))
-    assert [token for step in steps for token in step.tokens] == plain(model, text, max_new_tokens=9)[0, -9:].tolist()
+    again = streamed(model, text, max_new_tokens=9, lookahead=None, past_key_values=cache, do_sample=False)
+    assert torch.equal(again, plain(model, text, max_new_tokens=9))
 
 
 @pytest.mark.measured_cost
-@pytest.mark.parametrize(
-    "name", ["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.slow) for n in ("jamba", "lfm2"))]
-)
+@pytest.mark.parametrize("name", ["qwen3_5_text", *now_and_then("jamba", "lfm2")])
 def test_the_cost_of_passes_is_measured(name):
     model = family(name).build()
     runner = runner_for(ModelFacts.of(model), lade.supports(model).require(), model.generation_config)
@@ -425,12 +403,9 @@ def test_the_cost_of_passes_is_measured(name):
 
 @pytest.mark.slow
 def test_a_memory_that_is_kept_and_a_prompt_read_twice():
-    model, stats, again = family("qwen3_5_text").build(), lade.Stats(), lade.Stats()
-    config = lade.LookaheadConfig(memory=lade.Memory(), budget=16)
-    expected = plain(model, prompt(20))
-    assert torch.equal(lookahead(model, prompt(20), config, stats=stats), expected)
-    assert torch.equal(lookahead(model, prompt(20), config, stats=again), expected)
-    assert again.steps < stats.steps
+    model, config = family("qwen3_5_text").build(), lade.LookaheadConfig(memory=lade.Memory(), budget=16)
+    first, second = (assert_same(model, prompt(20), [config]).steps for _ in range(2))
+    assert second < first
 
 
 @pytest.mark.slow

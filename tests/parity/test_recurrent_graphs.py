@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import PAPER, assert_same, lookahead, plain, prompt
+from effort import now_and_then
 from families import RECURRENT_FAMILIES, family
 from graphed import Graphs, graphs_on, shapes_of
 from test_serving_families import assert_served
@@ -42,11 +43,6 @@ CAPTURED = [
     for case in HERE
     if str(case) not in DEPTH_BY_DEPTH + EXPERTS
 ]
-SEVERAL = ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "mamba2", "falcon_h1"))]
-
-
-def recurrent(name: str) -> Any:
-    return family(name).build()
 
 
 @pytest.fixture
@@ -63,14 +59,14 @@ def test_greedy_tokens_are_plain_decodings(case, graphs):
 
 
 def test_a_token_by_itself_is_a_tree(graphs):
-    model = recurrent("qwen3_5_text")
+    model = family("qwen3_5_text").build()
     assert_same(model, prompt(5), [lade.LookaheadConfig(budget=1)], max_new_tokens=8)
     assert {size for _, size, _ in shapes_of(graphs.pool(model))} == {8} and graphs.runner(model).step_sizes[0] == 8
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", ["qwen3_5_text", *now_and_then("lfm2", "mamba2", "falcon_h1")])
 def test_requests_that_come_and_go(name, graphs):
-    model = recurrent(name)
+    model = family(name).build()
     for sampled in (False, True):
         assert_served(model, [BUDGET if sampled else PAPER], new_tokens=8, pad_token_id=0, do_sample=sampled)
     assert len({rows for rows, _, _ in shapes_of(graphs.pool(model))}) > 1 and graphs.counted.replayed > 0
@@ -79,7 +75,7 @@ def test_requests_that_come_and_go(name, graphs):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
 def test_the_cache_that_is_handed_out(name, graphs):
-    model, ids = recurrent(name), prompt(20)
+    model, ids = family(name).build(), prompt(20)
     output = lookahead(model, ids, return_dict_in_generate=True, max_new_tokens=30)
     cache = output.past_key_values
     assert graphs.counted.replayed > 0 and isinstance(cache, TreeCache) and cache.recurrent
@@ -91,7 +87,7 @@ def test_the_cache_that_is_handed_out(name, graphs):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_what_cannot_be_captured_is_called_again(name, graphs):
-    model, ids = recurrent(name), prompt(20)
+    model, ids = family(name).build(), prompt(20)
     expected = plain(model, ids, max_new_tokens=30)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureWarning)
@@ -100,7 +96,7 @@ def test_what_cannot_be_captured_is_called_again(name, graphs):
 
 
 def test_a_pass_leaves_the_states_alone(graphs):
-    model, ids = recurrent("qwen3_5_text"), prompt(20)
+    model, ids = family("qwen3_5_text").build(), prompt(20)
     runner, tree = graphs.runner(model), TokenTree(3)
     tree.add_path([4, 5], "pool")
     filled = TreeCache()
@@ -116,7 +112,7 @@ def test_a_pass_leaves_the_states_alone(graphs):
 
 
 def test_paths_that_are_not_folded_are_noticed(graphs, monkeypatch):
-    model, ids = recurrent("qwen3_5_text"), prompt(20)
+    model, ids = family("qwen3_5_text").build(), prompt(20)
     expected, fold, calls = plain(model, ids, max_new_tokens=12), NodeBuffers.fold, []
 
     def forgetful(self: NodeBuffers, paths: Any) -> None:
@@ -130,4 +126,4 @@ def test_paths_that_are_not_folded_are_noticed(graphs, monkeypatch):
 
 @pytest.mark.parametrize("name", DEPTH_BY_DEPTH)
 def test_trees_that_are_gone_through_depth_by_depth_are_not_captured(name):
-    assert "depth by depth" in capture_refusal(recurrent(name))
+    assert "depth by depth" in capture_refusal(family(name).build())

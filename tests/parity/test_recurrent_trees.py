@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from comparing import PAPER, lookahead, plain, prompt
+from comparing import prompt
 from effort import examples
 from families import RECURRENT_FAMILIES, VOCABULARY, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifted import float32_lifted
 from packaging import version
-from test_threads import Appearance, interrupted
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
@@ -84,25 +83,3 @@ def test_trees_of_several_rows(name, lengths, rounds, seed):
                 rows[row] = [*rows[row], *(tree.ids[node] for node in kept[-1][1:]), following]
                 texts[row] = nodes[last].after(following)
             cache.keep(kept, fed=max(map(len, trees)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "jamba"])
-def test_another_thread_decodes_plainly_in_the_middle_of_passes_over_trees(name):
-    model, one, other = model_of(name), prompt(10), prompt(13, seed=1)
-    arguments: dict[str, Any] = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
-    text, before = plain(model, one, max_new_tokens=12), plain(model, other, **arguments)
-    appearance = Appearance(model)
-    theirs = functools.partial(plain, model, other, **arguments)
-    with interrupted(model, theirs) as results:
-        assert torch.equal(lookahead(model, one, PAPER, max_new_tokens=12), text)
-    with interrupted(model, functools.partial(lookahead, model, other, PAPER, max_new_tokens=8)) as trees:
-        assert torch.equal(lookahead(model, one, lade.LookaheadConfig(budget=16), max_new_tokens=12), text)
-    appearance.check(model)
-    assert all(torch.equal(ids, before.sequences) for ids in trees)
-    for result in [
-        *results,
-        plain(model, other, **arguments),
-    ]:  # bit for bit, also while others have their own functions
-        assert torch.equal(result.sequences, before.sequences)
-        assert all(map(torch.equal, result.logits, before.logits))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, only_fallback, plain, prompt
+from comparing import PAPER, custom, only_fallback, plain, prompt
 from families import VOCABULARY, WINDOW, family
 from inside import force_attention
+from small_models import SIZES
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
@@ -23,11 +24,7 @@ import lade
 from lade.hf import refusals
 from lade.model.facts import CACHE
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+_SIZES: dict[str, Any] = {**SIZES, "vocab_size": VOCABULARY, "num_hidden_layers": 4}
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 SLOTS_OF_ATTENTION = "attention's biases depend on the cache slot, not on the position"
 SCORES = "selects keys by score, and breaks ties by the number of keys"
@@ -64,6 +61,9 @@ OTHER_STATES = {
     "minimax": STATE,
     "xlstm": STATE,
 }
+
+
+WAYS: dict[str, Callable[..., Any]] = {"lade.generate": lade.generate, "custom_generate": custom}
 
 
 @contextmanager
@@ -106,17 +106,6 @@ def test_what_else_keeps_more_than_keys_and_values_is_refused(model_type):
     assert re.search(OTHER_STATES[model_type], lade.supports(model).reason)
 
 
-def generate(model: PreTrainedModel, **arguments: Any) -> Any:
-    return lade.generate(model, **arguments)
-
-
-def custom_generate(model: PreTrainedModel, **arguments: Any) -> Any:
-    return model.generate(custom_generate=lade.decode, **arguments)
-
-
-WAYS: dict[str, Callable[..., Any]] = {"lade.generate": generate, "custom_generate": custom_generate}
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", [1, 0, -1])
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
@@ -125,21 +114,29 @@ def test_a_window_that_the_cache_of_plain_decoding_does_not_heed(name, window):
     field = "attention_chunk_size" if name == "llama4_text" else "sliding_window"
     model = family(name).build(**{field: window})
     with pytest.raises(lade.UnsupportedModelError, match=f"{field}={window} is less than two tokens"):
-        generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+        lade.generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
     if window == 1:
         with one_fallback(f"{field}=1"):
-            ours = generate(model, input_ids=prompt(20), lookahead="auto", max_new_tokens=20, do_sample=False)
+            ours = lade.generate(model, input_ids=prompt(20), lookahead="auto", max_new_tokens=20, do_sample=False)
         assert torch.equal(ours, plain(model, prompt(20), max_new_tokens=20))
 
 
-def test_layers_that_the_cache_of_plain_decoding_tells_apart_and_the_model_does_not():
-    model = family("llama").build(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW)
-    assert "takes one mask for layers with different windows" in lade.supports(model).reason
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 
 
-def test_a_model_whose_attention_is_bidirectional():
-    model = family("gemma4_text").build(use_bidirectional_attention="all")
-    assert "its attention is bidirectional" in lade.supports(model).reason
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: family("llama").build(**LAYERS), "takes one mask for layers with different windows"),
+        (lambda: family("gemma4_text").build(use_bidirectional_attention="all"), "its attention is bidirectional"),
+        (lambda: family("llama").build().model, "language modeling head"),
+        (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
+        (lambda: None, "not a transformers model"),
+        (lambda: "a name", "not a transformers model"),
+    ],
+)
+def test_what_else_is_not_supported_says_why(make, said):
+    assert said in lade.supports(make()).reason
 
 
 # --- a supported family in a state that is not -----------------------------------------------------------------------
@@ -150,7 +147,7 @@ def test_attention_kernels_that_take_no_mask(kernel):
     model = family("llama").build()
     force_attention(model, kernel)
     with pytest.raises(lade.UnsupportedModelError, match='takes no tree mask: load it with attn_implementation="sdpa"'):
-        generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
+        lade.generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
 
 
 @pytest.fixture
@@ -171,15 +168,6 @@ def test_a_model_in_pipeline_stages(way, pipeline):
     with one_fallback("pipeline stages"):
         ours = WAYS[way](pipeline, input_ids=prompt(5), lookahead="auto", max_new_tokens=12, do_sample=False)
     assert torch.equal(ours, plain(pipeline, prompt(5), max_new_tokens=12))
-
-
-@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, "a name"])
-def test_what_is_no_language_model(thing):
-    assert "not a transformers model" in lade.supports(thing).reason
-
-
-def test_a_model_without_a_head():
-    assert "language modeling head" in lade.supports(family("llama").build().model).reason
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, in_turn, plain, prompt
+from comparing import CONFIGS, PAPER, assert_requests, in_turn, plain, prompt
+from effort import now_and_then
 from families import FAMILIES, UNLISTED, family
 from graphed import Graphs
 from pretend import DEVICES
@@ -16,30 +17,23 @@ import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 LENGTHS = (7, 20, 1, 13)
-NOW_AND_THEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt")]
-CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
+CAPTURED = ["mistral-window", "gemma3_text", "bloom", *now_and_then("llama", "gpt2", "llama4_text", "opt")]
 
 
 def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: Any) -> None:
     """Requests with these configs and prompts of several lengths, three at a time: each gets plain's tokens."""
     asked = []
     for number, (seed, config) in enumerate(itertools.product(range(len(LENGTHS)), configs)):
-        ids = prompt(LENGTHS[seed], seed).to(model.device)
-        given = {"input_ids": ids, "max_new_tokens": new_tokens + number % 5, **arguments}
-        torch.manual_seed(number)
-        asked.append(({"lookahead": config, "seed": number, **given}, model.generate(**given)))
-    with lade.Engine(model, max_rows=3, prefill_tokens=5) as engine:  # from here on the model is the engine's
-        handles = [(engine.add(**given), expected) for given, expected in asked]
-        for handle, expected in handles:
-            assert torch.equal(handle.result(60.0), expected)
+        given = {"input_ids": prompt(LENGTHS[seed], seed).to(model.device), "lookahead": config, **arguments}
+        asked.append({**given, "max_new_tokens": new_tokens + number % 5})
+    assert_requests(model, asked, max_rows=3, prefill_tokens=5)
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_requests_of_it_on_captured_passes(name, device, monkeypatch):
-    graphs, model = Graphs(torch.device(device)), family(name).build().to(device)
-    graphs.serve(monkeypatch)
+    graphs, model = Graphs(torch.device(device)).serve(monkeypatch), family(name).build().to(device)
     told = {"eos_token_id": plain(model, prompt(7).to(device))[0, 19].item(), "pad_token_id": 0}
     assert_served(model, [PAPER], new_tokens=20, do_sample=False, **told)
     assert graphs.counted.replayed > graphs.counted.recorded > 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import ADAPTIVE, PAPER
+from comparing import ADAPTIVE, PAPER, custom, enabled
 from encoder_decoders import sound, whisper
 
 import lade
@@ -30,22 +30,16 @@ def arguments_of(name: str) -> dict[str, Any]:
     return {"input_features": sound(frames), "attention_mask": torch.ones(1, frames, dtype=torch.long), **arguments}
 
 
-def both(model: Any, name: str, **more: Any) -> tuple[Any, Any]:
-    """What plain decoding returns, and what ours does by `custom_generate`."""
-    outputs = []
-    for given in ({}, {"custom_generate": lade.decode, "lookahead": PAPER, **more}):
-        torch.manual_seed(3)
-        outputs.append(model.generate(**arguments_of(name), **given))
-    return outputs[0], outputs[1]
-
-
 @pytest.mark.one_in(24)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CALLS)
 def test_it_writes_what_plain_decoding_writes(name, backend):
     model, stats = whisper(2, backend), lade.Stats()
     assert lade.supports(model)
-    expected, ours = both(model, name, stats=stats)
+    torch.manual_seed(3)
+    expected = model.generate(**arguments_of(name))
+    torch.manual_seed(3)
+    ours = custom(model, lookahead=PAPER, stats=stats, **arguments_of(name))
     assert torch.equal(ours, expected) and stats.tokens_per_step > 1
     assert stats.generations >= (2 if name.startswith("several") else 1)
 
@@ -57,10 +51,7 @@ def test_all_ways_to_call_it(name, config):
     model = whisper(2)
     expected = model.generate(**arguments_of(name))
     assert torch.equal(lade.generate(model, **arguments_of(name), lookahead=config), expected)
-    lade.enable(model, config)
-    arguments = arguments_of(name)
-    features = arguments.pop("input_features")
-    assert torch.equal(model.generate(features, **arguments), expected)
+    assert torch.equal(enabled(model, config, **arguments_of(name)), expected)
 
 
 def test_what_is_returned():

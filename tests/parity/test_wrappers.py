@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from comparing import CONFIGS, DOORS, PAPER, assert_refused, assert_same, lookahead, plain, prompt
 from families import family
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from pretend import short_trials
@@ -20,6 +20,27 @@ import lade
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+OFFLOADED = pytest.mark.filterwarnings(
+    "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
+)
+
+
+def adapted(base: Any, *targets: str, **fields: Any) -> Any:
+    """A model with a LoRA for layers of these names, by default those for queries and values of a llama."""
+    torch.manual_seed(1)
+    settings = LoraConfig(target_modules=list(targets or ("q_proj", "v_proj")), **LORA, **fields)
+    return get_peft_model(base, settings).double().eval()
+
+
+def invariant_llama(monkeypatch: pytest.MonkeyPatch) -> Any:
+    short_trials(monkeypatch)
+    return lade.invariant(family("llama").build(dtype=torch.float32))
+
+
+def offloaded(model: Any, offload: Callable[..., Any], folder: Path) -> Any:
+    """The model, its weights elsewhere: in a folder, or in the memory beside those of an executing device."""
+    where = {"offload_dir": str(folder)} if offload is disk_offload else {}
+    return offload(model, execution_device=torch.device("cpu"), **where)
 
 
 @pytest.mark.slow
@@ -36,10 +57,7 @@ LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "lora_dropout": 0.
 def test_a_model_with_a_lora_adapter(name, targets):
     base = family(name).build()
     bare = plain(base, prompt(10))
-    torch.manual_seed(1)
-    model = (
-        get_peft_model(base, LoraConfig(target_modules=targets, fan_in_fan_out=name == "gpt2", **LORA)).double().eval()
-    )
+    model = adapted(base, *targets, fan_in_fan_out=name == "gpt2")
     assert lade.supports(model)
     stats = assert_same(model, prompt(10), CONFIGS[:2])
     assert stats.tokens_per_step > 1 and not torch.equal(plain(model, prompt(10)), bare), "the adapter does nothing"
@@ -54,8 +72,7 @@ def test_an_enabled_model_with_a_lora_adapter(before):
     stats = lade.Stats()
     if before:
         lade.enable(base, PAPER, stats=stats)
-    torch.manual_seed(1)
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)).double().eval()
+    model = adapted(base)
     expected = lookahead(model, prompt(10), None, max_new_tokens=30)
     assert stats.generations == 0
     if not before:
@@ -73,8 +90,7 @@ def test_an_enabled_model_with_a_lora_adapter(before):
 def test_a_wrapper_and_its_base_both_enabled():
     base, inner, outer = family("llama").build(), lade.Stats(), lade.Stats()
     lade.enable(base, PAPER, stats=inner)
-    torch.manual_seed(1)
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)).double().eval()
+    model = adapted(base)
     lade.enable(model, "auto", stats=outer)
     expected = lookahead(model, prompt(10), None, max_new_tokens=20)
     assert torch.equal(plain(model, prompt(10), max_new_tokens=20), expected)
@@ -85,8 +101,7 @@ def test_a_wrapper_and_its_base_both_enabled():
 
 
 def test_lora_dropout_counts_in_training_mode():
-    model = get_peft_model(family("llama").build(), LoraConfig(target_modules=["q_proj"], **LORA)).train()
-    assert "training mode" in lade.supports(model).reason
+    assert "training mode" in lade.supports(adapted(family("llama").build()).train()).reason
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
@@ -95,15 +110,10 @@ def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused():
     model: PeftModel = get_peft_model(
         family("llama").build(dtype=torch.float32), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     ).eval()
-    arguments: dict[str, Any] = {"input_ids": prompt(10), "max_new_tokens": 20, "lookahead": PAPER}
-    for call in (
-        functools.partial(lade.generate, model),
-        functools.partial(model.generate, custom_generate=lade.decode),
-    ):
+    arguments = {"input_ids": prompt(10), "max_new_tokens": 20, "lookahead": PAPER}
+    for door in ("generate", "custom", "enable"):
         with pytest.raises(lade.UnsupportedModelError, match="puts learned tokens before the prompt"):
-            call(**arguments)
-    with pytest.raises(lade.UnsupportedModelError, match="puts learned tokens before the prompt"):
-        lade.enable(model, PAPER)
+            DOORS[door](model, **arguments)
     assert lade.supports(model.get_base_model()), "without its adapter it is an ordinary model"
     expected = plain(model, prompt(10), max_new_tokens=20)
     with pytest.warns(lade.FallbackWarning):
@@ -117,28 +127,21 @@ def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused():
         lade.disable(model)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
-)
+@OFFLOADED
 @pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
 def test_a_wholly_offloaded_model(offload, tmp_path):
     expected = plain(family("llama").build(), prompt(10))
-    folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
-    model = offload(family("llama").build(), execution_device=torch.device("cpu"), **folder)
+    model = offloaded(family("llama").build(), offload, tmp_path)
     assert torch.equal(lookahead(model, prompt(10), PAPER), expected)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
-)
+@OFFLOADED
 @pytest.mark.by_processor
 @pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
 def test_an_invariant_model_that_is_offloaded(offload, tmp_path, monkeypatch):
-    short_trials(monkeypatch)
-    model = lade.invariant(family("llama").build(dtype=torch.float32))
+    model = invariant_llama(monkeypatch)
     expected = plain(model, prompt(10), max_new_tokens=16)
-    folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
-    offload(model, execution_device=torch.device("cpu"), **folder)
+    offloaded(model, offload, tmp_path)
     assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=16), expected)
     with pytest.raises(lade.UnsupportedModelError, match="has hooks, of accelerate"):
         lade.variant(model)
@@ -169,15 +172,14 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def _with_compiled_forward(model: Any, **options: Any) -> None:
-    model.forward = torch.compile(model.forward, **{"backend": "eager", **options})
-
-
-def _compiled_in_place(model: Any, **options: Any) -> None:
-    model.compile(**{"backend": "eager", **options})
-
-
-COMPILED = pytest.mark.parametrize("compiled", [_with_compiled_forward, _compiled_in_place])
+COMPILED = pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda model, **options: setattr(model, "forward", torch.compile(model.forward, **options)),
+        lambda model, **options: model.compile(**options),
+    ],
+    ids=["its forward", "in place"],
+)
 
 
 @pytest.mark.slow
@@ -195,20 +197,16 @@ def test_a_model_compiled_in_place(compiled, options):
 @COMPILED
 def test_a_model_that_has_to_be_one_graph_is_decoded_plainly(compiled):
     model = family("llama").build()
-    compiled(model, fullgraph=True)
-    with pytest.warns(lade.FallbackWarning, match="fullgraph=True"):
-        assert_same(model, prompt(10), ["auto"], max_new_tokens=20)
-    with pytest.raises(lade.UnsupportedModelError, match=r"fullgraph=True.*compile it without"):
-        lookahead(model, prompt(10), PAPER, max_new_tokens=20)
+    compiled(model, backend="eager", fullgraph=True)
+    assert_refused(model, prompt(10), r"fullgraph=True.*compile it without", max_new_tokens=20)
 
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.by_processor
 @COMPILED
 def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled, monkeypatch):
-    short_trials(monkeypatch)
-    model = lade.invariant(family("llama").build(dtype=torch.float32))
-    compiled(model)
+    model = invariant_llama(monkeypatch)
+    compiled(model, backend="eager")
     with pytest.warns(lade.FallbackWarning, match="compiled after it was made invariant"):
         assert_same(model, prompt(10), ["auto"], max_new_tokens=20)
     with pytest.raises(lade.UnsupportedModelError, match="it is compiled"):
@@ -218,8 +216,7 @@ def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled, monkey
 @pytest.mark.by_processor
 def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch):
     """Its products were tried in the dtype that they have."""
-    short_trials(monkeypatch)
-    model = lade.invariant(family("llama").build(dtype=torch.float32))
+    model = invariant_llama(monkeypatch)
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(lade.FallbackWarning, match="leave torch.autocast"):
         assert_same(model, prompt(10), ["auto"], max_new_tokens=20)
     assert lade.supports(model)

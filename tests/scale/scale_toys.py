@@ -1,7 +1,9 @@
 """A tiny model with random weights in a folder, for processes that load it."""
 
+import socket
 from pathlib import Path
 
+import httpx2 as httpx
 import torch
 from shell_fixtures import TEMPLATE, byte_llama, byte_tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -15,3 +17,15 @@ def saved(path: Path) -> tuple[Path, LlamaForCausalLM, PreTrainedTokenizerFast]:
     model.save_pretrained(path)
     torch.nn.Module.to(model, torch.float64)
     return path, model.eval(), tokenizer
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -11,18 +10,13 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from scale_toys import saved
+from scale_toys import free_port, is_ready, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "replicas.md").read_text(encoding="utf-8")
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 @pytest.fixture
@@ -71,19 +65,12 @@ def balancer(request, servers, tmp_path):
         pytest.skip(f"there is no {name} in PATH")
     process = subprocess.Popen(request.param(tmp_path, servers, port))
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as made:
-        while not answers(made):
+        while not is_ready(made):
             assert process.poll() is None, "it does not start"
             time.sleep(0.1)
         yield made, name == "nginx"
     process.terminate()
     process.wait(30)
-
-
-def answers(client):
-    try:
-        return client.get("/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def server_of(client, session, header="x-session-id"):

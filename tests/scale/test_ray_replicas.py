@@ -1,7 +1,6 @@
 """Two replicas of a toy on loopback by `examples/ray_serve.py`, as users start them: `make test-scale`."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 import torch
-from scale_toys import saved
+from scale_toys import free_port, is_ready, saved
 
 pytest.importorskip("ray", reason="ray is not installed: make test-scale")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,24 +23,16 @@ READY_S = 400.0
 @pytest.fixture
 def replicas(tmp_path):
     folder, model, tokenizer = saved(tmp_path / "toy")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, str(EXAMPLE), str(folder), "2", str(port)])
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
         end = time.monotonic() + READY_S
-        while not ready(client):
+        while not is_ready(client):
             assert process.poll() is None and time.monotonic() < end, "they do not start"
             time.sleep(0.5)
         yield client, model.float(), tokenizer
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=90)
-
-
-def ready(client):
-    try:
-        return client.get("/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def test_both_say_what_generate_says_and_keep_their_sessions(replicas):
