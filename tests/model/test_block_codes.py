@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_codes import FORMATS, STEPS, drawn_codes
+from made_codes import FORMATS, MADE_HERE, STEPS, drawn_codes
 from pretend import torch_threads
 from torch import nn
 
@@ -185,10 +186,13 @@ def test_a_product_and_a_sum_are_rounded_once():
 # Layout
 
 
-@of_each_format
-@pytest.mark.parametrize("outputs", [1, 16, 33])
-def test_panels_hold_the_codes(name, outputs):
-    codes = drawn_codes(name, outputs, 768)
+OF_ANY_SHAPE = [(1, 33), (7, 3), (300, 64), (64, 300), (130, 777)]
+SHAPES = [(name, (outputs, 768)) for name in FORMATS for outputs in (1, 16, 33)]
+
+
+@pytest.mark.parametrize(("name", "shape"), [*SHAPES, *product(MADE_HERE, OF_ANY_SHAPE)], ids=str)
+def test_panels_hold_the_codes(name, shape):
+    codes = drawn_codes(name, *shape)
     packed = codes.in_panels(HugePages())
     if packed is None:
         pytest.skip("the compiled kernels are missing")
@@ -198,30 +202,8 @@ def test_panels_hold_the_codes(name, outputs):
     assert all(torch.equal(found[each], tensor) for each, tensor in codes.tensors().items())
 
 
-@pytest.mark.parametrize("name", FORMATS[:2])
-@pytest.mark.parametrize("shape", [(1, 33), (7, 3), (300, 64), (64, 300), (130, 777)], ids=str)
 @needs_library
-def test_panels_of_any_shape_hold_the_codes(name, shape):
-    codes = drawn_codes(name, *shape)
-    found = codes.without_values().out_of_panels(codes.in_panels(HugePages()))
-    assert torch.equal(found.values, codes.values) and torch.equal(found.scale, codes.scale)
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        ("int8", 8.5),
-        ("int4", 4.5),
-        ("q8_0", 8.5),
-        ("q4_0", 4.5),
-        ("q4_1", 5),
-        ("q5_1", 9),
-        ("q4_k", 5),
-        ("q5_k", 9),
-        ("q6_k", 9),
-    ],
-)
+@pytest.mark.parametrize(("name", "bits"), [*zip(FORMATS, (8.5, 4.5, 8.5, 4.5, 5, 9, 5, 9, 9), strict=True)])
 def test_weights_take_so_many_bits(name, bits):
     assert drawn_codes(name, 64, 512).in_panels(HugePages()).panels.nbytes == 64 * 512 * bits / 8
 

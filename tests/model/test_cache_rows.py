@@ -138,7 +138,9 @@ def test_rows_come_and_go_without_the_others_being_copied():
     cache.reserve(4, 20)
     buffers = [layer.keys for layer in cache.layers]
     for tokens in ([4, 5], [6], [7, 8, 9, 10]):
-        cache.take(cache_of(tokens))
+        part = cache_of(tokens)
+        cache.take(part)
+        assert part.room == (0, 0), "the row that is taken is not kept twice"
     assert all(layer.keys is buffer for layer, buffer in zip(cache.layers, buffers, strict=True))
     cache.leave(1)  # joins the layers' buffers, once
     buffers = [layer.keys for layer in cache.layers]
@@ -156,14 +158,6 @@ def test_the_first_row_that_is_taken_is_not_copied():
     cache.take(part)
     assert cache.layers[0].keys is buffer and not part.layers
     assert_holds(cache, [[1, 2, 3]])
-
-
-def test_the_row_that_is_taken_is_not_kept_twice():
-    cache = cache_of([1, 2])
-    for tokens in ([3], [4, 5]):
-        part = cache_of(tokens)
-        cache.take(part)
-        assert part.room == (0, 0)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from spies import watched
+from trees import tree_of
 
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding.tree import TokenTree
@@ -50,15 +51,7 @@ def test_elsewhere_it_arrives_in_one_copy(monkeypatch):
     assert staged[:48].view(torch.int64).tolist() == [0, 1, 2, 3, 4, 5] and staged[48:].tolist() == [1, 0]
 
 
-trees = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=7).map(
-    lambda nodes: _grown(TokenTree(5), nodes)
-)
-
-
-def _grown(tree, nodes):
-    for parent, token in nodes:
-        tree.add(parent % len(tree), token, "pool")
-    return tree
+trees = st.lists(st.integers(0, 30), max_size=7).map(tree_of)
 
 
 @given(st.lists(st.tuples(trees, st.integers(0, 20)), min_size=1, max_size=4))
@@ -98,7 +91,7 @@ def test_a_padded_step_for_attention_that_knows_trees_shows_the_same(rows, size)
 def test_filling_again_moves_nothing():
     inputs = StaticInputs(2, 8, CPU)
     pointers = [tensor.data_ptr() for tensor in (inputs.ids, inputs.positions, inputs.lengths, inputs.closure)]
-    inputs.fill([_grown(TokenTree(5), [(0, 1), (1, 2)])] * 2, [3, 4])
+    inputs.fill([tree_of([0, 1])] * 2, [3, 4])
     inputs.fill([TokenTree(7)], [9])
     assert inputs.ids[0].tolist() == [7] * 8 and inputs.lengths.tolist() == [9, 0]
     assert inputs.closure.sum().item() == 16, "of the first trees nothing is left"

@@ -5,7 +5,7 @@ from functools import reduce
 import pytest
 import torch
 from effort import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pretend import use_threads
 from trees import Case, attention, cases, tree_of
@@ -26,17 +26,12 @@ def placed(case: Case) -> PlacedMask:
     return PlacedMask.of(inputs.mask(case.span), inputs.key_positions)
 
 
-def states(case: Case, kv_heads: int, group: int, dim: int = 8) -> list[torch.Tensor]:
-    rows, step, slots = case.allowed().shape
-    shapes = [(rows, kv_heads * group, step, dim), (rows, kv_heads, slots, dim), (rows, kv_heads, slots, dim)]
-    return [torch.randn(shape) for shape in shapes]
-
-
 @given(
     cases(most_nodes=12, longest=150), st.integers(1, 2), st.integers(1, 3), st.sampled_from([None, 3.0]), st.booleans()
 )
+@example(Case([tree_of([number // 8 for number in range(200)])], [70]), 1, 2, None, False)  # is cut into pieces
 def test_it_is_attention(case, kv_heads, group, softcap, with_sinks):
-    query, key, value = states(case, kv_heads, group)
+    query, key, value = case.states(kv_heads, group)
     sinks = torch.randn(query.shape[1]) if with_sinks else None
     expected = attention(*(each.double() for each in (query, key, value)), case.allowed(), 8**-0.5, softcap, sinks)
     found, _ = invariant_attention(LAYER, query, key, value, placed(case), softcap=softcap, s_aux=sinks)
@@ -50,7 +45,7 @@ def test_it_is_attention(case, kv_heads, group, softcap, with_sinks):
 )
 def test_a_node_has_the_bits_of_its_path_alone(case, group, dim, dtype):
     """Each row's path is put into slots of its own, in order, as plain decoding has it."""
-    query, key, value = (each.to(dtype) for each in states(case, 2, group, dim))
+    query, key, value = (each.to(dtype) for each in case.states(2, group, dim))
     mask, allowed = placed(case), case.allowed()
     found, _ = invariant_attention(LAYER, query, key, value, mask, softcap=5.0)
     for row, tree in enumerate(case.trees):
@@ -66,14 +61,6 @@ def test_a_node_has_the_bits_of_its_path_alone(case, group, dim, dtype):
             one = query[row : row + 1, :, node : node + 1]
             alone, _ = invariant_attention(LAYER, one, alone_key, alone_value, alone_mask, softcap=5.0)
             assert torch.equal(alone[0, 0], found[row, node])
-
-
-def test_a_large_tree_is_cut_into_pieces():
-    case = Case([tree_of([number // 8 for number in range(200)])], [70])
-    query, key, value = states(case, 1, 2)
-    found, _ = invariant_attention(LAYER, query, key, value, placed(case))
-    expected = attention(query.double(), key.double(), value.double(), case.allowed(), 8**-0.5)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 70])

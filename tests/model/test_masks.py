@@ -34,16 +34,17 @@ def test_a_node_sees_the_cache_its_ancestors_and_itself():
     assert drawn(inputs.allowed[0]) == "####...\n#####..\n######.\n####..#"
 
 
-def test_a_sliding_window_counts_positions_and_not_slots():
-    plan = MaskPlan({"attention": AttentionSpan(3)}, by_layer_type=False, additive=False)
-    mask = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]
-    assert drawn(mask) == ".###...\n..###..\n...###.\n..##..#"
-
-
-def test_a_chunk_starts_at_its_first_position():
-    plan = MaskPlan({"attention": AttentionSpan(chunk=4)}, by_layer_type=False, additive=False)
-    mask = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]
-    assert drawn(mask) == "####...\n....#..\n....##.\n......#"
+@pytest.mark.parametrize(
+    ("span", "picture"),
+    [
+        (AttentionSpan(3), ".###...\n..###..\n...###.\n..##..#"),
+        (AttentionSpan(chunk=4), "####...\n....#..\n....##.\n......#"),
+    ],
+    ids=["a window counts positions and not slots", "a chunk starts at its first position"],
+)
+def test_a_span_is_one_of_positions(span, picture):
+    plan = MaskPlan({"attention": span}, by_layer_type=False, additive=False)
+    assert drawn(plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]) == picture
 
 
 def test_each_layer_type_gets_its_own_mask():

@@ -1,6 +1,7 @@
 """What prefill shows of a prompt: the logits of its tokens, in pieces, without asking the model for them."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -48,36 +49,31 @@ def kept_by(model, ids, **arguments):
     return found, pieces
 
 
+close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def said_by(model):
+    return model(IDS).logits
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("chunk", [None, 7])
-def test_it_is_what_the_model_says(family, chunk):
+@pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (7, 0), (None, 20)])
+def test_it_is_what_the_model_says_of_a_conversation_only_what_is_new(family, chunk, cached):
     model = toy_model(family)
-    pieces, last = shown(model, prefill_chunk_size=chunk)
-    with torch.no_grad():
-        expected = model(IDS).logits
-    assert list(pieces) == [0]
-    torch.testing.assert_close(pieces[0], expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(last, expected[:, -1], rtol=1e-9, atol=1e-9)
-
-
-def test_of_a_conversation_only_what_is_new():
-    model = toy_model()
-    pieces, _ = shown(model, cached=20)
-    with torch.no_grad():
-        expected = model(IDS).logits[:, 20:]
-    assert list(pieces) == [20]
-    torch.testing.assert_close(pieces[20], expected, rtol=1e-9, atol=1e-9)
+    pieces, last = shown(model, cached=cached, prefill_chunk_size=chunk)
+    assert list(pieces) == [cached]
+    close(pieces[cached], said_by(model)[:, cached:])
+    close(last, said_by(model)[:, -1])
 
 
 def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
     short_pieces(monkeypatch, tokens=20, logits=48 * 8)
     model = toy_model()
     pieces, _ = shown(model)
-    with torch.no_grad():
-        expected = model(IDS).logits
     assert {start: piece.shape[1] for start, piece in pieces.items()} == {10: 8, 18: 8, 26: 4}
     for start, piece in pieces.items():
-        torch.testing.assert_close(piece, expected[:, start : start + piece.shape[1]], rtol=1e-9, atol=1e-9)
+        close(piece, said_by(model)[:, start : start + piece.shape[1]])
 
 
 @pytest.mark.parametrize(("piece", "calls"), [(48 * 30, [1, 30]), (48 * 29, [1, 1, 29, 1])])
@@ -99,8 +95,7 @@ def test_no_more_than_the_last_tokens_are_kept(chunk, monkeypatch):
     kept, pieces = kept_by(model, IDS, prefill_chunk_size=chunk)
     assert kept == [16 * 32 * 8]  # tokens, size of a state, bytes of a float64
     assert [(start, piece.shape[1]) for start, piece in pieces.items()] == [(14, 16)]
-    with torch.no_grad():
-        torch.testing.assert_close(pieces[14], model(IDS).logits[:, 14:], rtol=1e-9, atol=1e-9)
+    close(pieces[14], said_by(model)[:, 14:])
 
 
 def test_what_another_thread_feeds_meanwhile_is_not_shown():
@@ -115,8 +110,7 @@ def test_what_another_thread_feeds_meanwhile_is_not_shown():
 
     model.get_input_embeddings().register_forward_pre_hook(interrupt)
     pieces, _ = shown(model, prefill_chunk_size=7)
-    with torch.no_grad():
-        torch.testing.assert_close(pieces[0], model(IDS).logits, rtol=1e-9, atol=1e-9)
+    close(pieces[0], said_by(model))
 
 
 def test_scaled_logits_are_scaled_and_capped_ones_nearly():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import attention_name_of, force_attention
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from small_models import small_model
 from trees import CPU, Case, attention, cases, tree_of
 
 import lade
@@ -24,17 +24,11 @@ class Layer(torch.nn.Module):
         self.num_key_value_groups, self.is_causal = groups, is_causal
 
 
-def states(case: Case, kv_heads: int, group: int, dim: int = 8) -> list[torch.Tensor]:
-    rows, step, slots = case.allowed().shape
-    shapes = [(rows, kv_heads * group, step, dim), (rows, kv_heads, slots, dim), (rows, kv_heads, slots, dim)]
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-
-
 @given(
     cases(most_nodes=12, longest=12), st.integers(1, 2), st.integers(1, 3), st.sampled_from([None, 3.0]), st.booleans()
 )
 def test_a_tree_without_a_kernel(case, kv_heads, group, softcap, with_sinks):
-    query, key, value = states(case, kv_heads, group)
+    query, key, value = case.states(kv_heads, group, dtype=torch.float64)
     sinks = torch.randn(query.shape[1], dtype=torch.float64) if with_sinks else None
     expected = attention(query, key, value, case.allowed(), 8**-0.5, softcap, sinks)
     found, weights = tree_attention(Layer(group), query, key, value, case.mask(), softcap=softcap, s_aux=sinks)
@@ -110,7 +104,7 @@ def test_static_caches_of_plain_decoding(tokens):
 
 def test_dropout_is_sdpas():
     case = Case([tree_of([0, 0])], [4], AttentionSpan(window=3))
-    query, key, value = states(case, 2, 1)
+    query, key, value = case.states(2, 1, dtype=torch.float64)
     torch.manual_seed(0)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=case.allowed()[:, None], dropout_p=0.5
@@ -147,7 +141,7 @@ def test_a_kernel_gets_trees_and_nothing_else(monkeypatch):
     kernel = FakeKernel()
     monkeypatch.setattr(module, "_kernel", lambda: kernel)
     case = Case([tree_of([0, 0])], [4])
-    query, key, value = states(case, 2, 1)
+    query, key, value = case.states(2, 1, dtype=torch.float64)
     sinks = torch.randn(2, dtype=torch.float64)
     mask = case.mask()
     found = tree_attention(Layer(1), query, key, value, mask, scaling=0.3, softcap=5.0, s_aux=sinks)
@@ -174,18 +168,14 @@ def test_without_triton_there_is_no_kernel(monkeypatch):
 
 def test_models_outside_of_the_interface_are_refused():
     """Their attention would add the boolean masks of `lade_tree` to the scores."""
-    config = BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=16)
-    model = BloomForCausalLM._from_config(config, attn_implementation=NAME).eval()
+    model = small_model("bloom", attention=NAME)
     assert attention_name_of(model) == NAME
     support = lade.supports(model)
     assert not support and "interface" in support.reason and "eager" in support.reason
 
 
 def test_other_kernels_are_still_refused():
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = toy_model()
     force_attention(model, "flex_attention")
     assert "flex_attention" in lade.supports(model).reason
 

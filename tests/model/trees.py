@@ -72,6 +72,12 @@ class Case:
                 allowed[row, query, first + query] = True
         return allowed[:, self.cached :]
 
+    def states(self, kv_heads: int, group: int, dim: int = 8, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """Random queries, keys and values."""
+        rows, step, slots = self.allowed().shape
+        shapes = [(kv_heads * group, step), (kv_heads, slots), (kv_heads, slots)]
+        return [torch.randn(rows, *shape, dim, dtype=dtype) for shape in shapes]
+
     def _near(self, query: int, key: int) -> bool:
         if self.span.window:
             return query - key < self.span.window
