@@ -23,7 +23,7 @@ from lade.backends.cpu.invariant import functions
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.packing.integers import Int8Linear, int8_codes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import panel_product
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.weight import HugePages, PanelWeight, has_block_kernels, in_panels
 from lade.decoding import readout
 from lade.decoding.drafting.memory import ContextMemory
@@ -295,8 +295,6 @@ def test_a_bias_that_does_not_fit_is_refused(packed, name):
 
 UNFIT = {
     "float32": (torch.randn(3, 40), None),
-    "float16": (torch.randn(3, 40).half(), None),
-    "too narrow": (torch.randn(3, 39).to(HALF), None),
     "too wide": (torch.randn(3, 65).to(HALF), None),
     "no rows": (torch.tensor(1.0, dtype=HALF), None),
     "on meta": (torch.randn(3, 40, device="meta", dtype=HALF), None),
@@ -316,6 +314,19 @@ def test_products_in_panels_refuse_what_does_not_fit(name, panel):
         panel_product(x, PanelWeight(panels, 70, 40), bias)
     with pytest.raises(ValueError, match="up to"):
         PanelWeight(panels, 129, 40)
+
+
+@settings(max_examples=examples(100))
+@given(tensors(columns=st.sampled_from([39, 40]), dtypes=st.sampled_from(FLOATS)), st.booleans())
+@pytest.mark.skipif(not panel_for(HALF), reason="neither tiles (AMX) nor AVX512-BF16 here")
+def test_products_in_panels_are_right_or_refused(x, biased):
+    weight, bias = torch.randn(70, 40).to(HALF), OF_70.to(HALF) if biased else None
+    packed = PanelWeight(in_panels(weight, panel=panel_for(HALF)), 70, 40)
+    found = found_or_refused(lambda: panel_product(x, packed, bias))
+    assert (found is not None) == (x.dtype == HALF and x.shape[-1] == 40)
+    if found is not None:
+        expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0.1)
 
 
 @settings(max_examples=examples(200))
