@@ -231,7 +231,8 @@ def stream(
                 refuse_adapter_arguments(call.arguments, "lade.stream")
                 refuse_streamed_segments(call.inner)
                 make = functools.partial(Session, config=call.config, stats=Stats() if stats is None else stats)
-                return iter(model.generate(**call.with_callable(make)))
+                with cleaning_up(model):  # also where plain decoding follows
+                    return iter(model.generate(**call.with_callable(make)))
             except UnsupportedError as problem:
                 call.fall_back(problem)
         return cast(Iterator[Step], import_module("lade.hf.plain").plain_steps(model, stats, call.arguments))

@@ -69,6 +69,7 @@ def test_an_activated_lora_is_refused_by_name_and_decoded_plainly_under_auto(way
             WAYS[way](model, input_ids=PROMPT, lookahead=PAPER, **NEW)
         return
     expected = assert_left_to_plain(model, way, said, input_ids=PROMPT, **NEW)
+    assert not hooks_of(model)
     with model.disable_adapter():
         assert not torch.equal(expected, plain(model, PROMPT, **NEW)), "the adapter does nothing"
 

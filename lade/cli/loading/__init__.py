@@ -130,8 +130,7 @@ def load(
     undone = _set_up(model, loading, term, pack=False if source.stored and pack is None else pack, invariant=invariant)
     variant = {**loading.variant, **({"weights": str(machine.setup_of(model)["weights"])} if source.stored else {})}
     defaults = _make_greedy(model, source.shown)
-    context = machine.context_of(model)
-    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone, *context)
+    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone, *machine.context_of(model))
 
 
 def _set_up(
