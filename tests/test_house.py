@@ -29,9 +29,9 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 13,
     "entries of Args that are fragments, per cent": 0.8,
-    "lines of tests": 58_298,
-    "private attributes in tests": 156,
-    "patches in tests": 285,
+    "lines of tests": 55_600,
+    "private attributes in tests": 155,
+    "patches in tests": 278,
 }
 LEAST = {"median lines of a file": 232}  # as all files shrink
 

@@ -428,6 +428,5 @@ def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
 def clean_up(model: Any) -> None:
     """Remove PEFT's per-call hooks from a model whose generation has failed."""
     model = unwrap(model)
-    peft = adapters() if isinstance(model, nn.Module) else None
-    if peft is not None:
+    if isinstance(model, nn.Module) and (peft := adapters()) is not None:
         peft.remove_call_hooks(model)
