@@ -19,10 +19,11 @@ from lade.serving.request import RequestOptions, prepare
 from lade.testing import toy_model
 
 VOCABULARY, PAD = 48, 0
+LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 PAPER = LookaheadConfig(5, 4, 5)
 METHODS = (None, "auto", PAPER, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=12))
 ENOUGH = 10**6
-SOON = 30.0
+SOON = 60.0
 KNOWN_TO_THE_QUEUE = (
     *("rows", "max_rows", "waiting", "max_waiting", "displaced"),
     *("max_slots", "max_prefix_bytes", "closed"),
@@ -68,9 +69,15 @@ def _alone_once(model, ids, seed, arguments):
     return alone(model, torch.tensor([ids]), seed, **dict(arguments))
 
 
-def new_tokens(handle, ids, timeout=60.0):
+def finished(handle):
+    """The handle, once its request has ended well."""
+    handle.result(SOON)
+    return handle
+
+
+def new_tokens(handle, ids):
     """Those of a handle's result."""
-    output = handle.result(timeout)
+    output = handle.result(SOON)
     assert output.shape[0] == 1 and output[0, : ids.shape[1]].tolist() == ids[0].tolist()
     return output[0, ids.shape[1] :].tolist()
 

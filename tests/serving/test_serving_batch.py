@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import cache_of, result_of, steps_of
 from serving_toys import (
+    LLAMA,
     METHODS,
     PAPER,
-    VOCABULARY,
     Driven,
     FailingCriterion,
     FailsAt,
@@ -32,9 +32,7 @@ from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.request import PLAIN
 from lade.serving.running import RunningSet
-from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GREEDY = {"do_sample": False}
 
 

@@ -11,7 +11,19 @@ import torch
 from families import DYNAMIC, SWITCH, family, longrope
 from inside import batch_of, cache_of, force_attention
 from pretend import cost_of_passes
-from serving_toys import METHODS, PAD, SOON, VOCABULARY, FailsAt, Gate, alone, engine_threads, new_tokens, random_ids
+from serving_toys import (
+    LLAMA,
+    METHODS,
+    PAD,
+    SOON,
+    VOCABULARY,
+    FailsAt,
+    Gate,
+    alone,
+    engine_threads,
+    new_tokens,
+    random_ids,
+)
 from spies import failing
 
 import lade
@@ -20,8 +32,6 @@ from lade.model.facts import CACHE
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 from lade_lab.fakes import nearly_flat_cost
-
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 
 
 @pytest.fixture

@@ -12,17 +12,14 @@ from itertools import chain
 import pytest
 from forked import in_fork
 from inside import lock_of
-from serving_toys import VOCABULARY, alone, new_tokens, random_ids
+from serving_toys import LLAMA, SOON, Gate, alone, finished, new_tokens, random_ids
 
 import lade
 from lade import Engine, EngineClosedError, LadeError, LookaheadConfig, Memory
 from lade.locks import ForkSafeLock
-from lade.testing import toy_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 IDS = random_ids(4)
-SOON = 30.0
 
 
 @contextlib.contextmanager
@@ -53,25 +50,18 @@ def engine():
 
 @pytest.fixture
 def ended(engine):
-    handle = engine.add(IDS, max_new_tokens=9)
-    handle.result(SOON)
-    return handle
+    return finished(engine.add(IDS, max_new_tokens=9))
 
 
 @pytest.fixture
 def going_on(engine):
     """A request in the middle of its answer; all of an engine's locks are taken."""
-    reached, opened = threading.Event(), threading.Event()
-
-    def on_step(step):
-        reached.set()
-        opened.wait(SOON)
-
-    handle = engine.add(IDS, max_new_tokens=30, on_step=on_step)
-    assert reached.wait(SOON)
+    gate = Gate()
+    handle = engine.add(IDS, max_new_tokens=30, on_step=gate)
+    assert gate.reached.wait(SOON)
     with held(lock_of(engine), handle._changed):
         yield handle
-    opened.set()
+    gate.opened.set()
     assert new_tokens(handle, IDS) == alone(LLAMA, IDS, max_new_tokens=30), "the first process is not affected"
 
 

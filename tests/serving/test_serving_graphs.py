@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import batch_of, buffers_in, cache_of, rows_of, runner_of
 from pretend import NO_CUDA, pool_for
-from serving_toys import PAPER, VOCABULARY, Driven, alone, check_overflow, random_ids
+from serving_toys import LLAMA, PAPER, VOCABULARY, Driven, alone, check_overflow, random_ids
 from spies import answered, failing, watched
 from test_serving_machine import Requests, model_of
 
@@ -36,7 +36,6 @@ from lade.serving.capacity import Capacity, Need, default_max_tokens, largest_tr
 from lade.serving.request import PLAIN
 from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 CPU = torch.device("cpu")
 
 

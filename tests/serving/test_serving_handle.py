@@ -9,15 +9,11 @@ from contextlib import ExitStack
 
 import pytest
 from inside import steps_of, watchers_of
-from serving_toys import VOCABULARY, FailsAt, alone, random_ids
+from serving_toys import LLAMA, SOON, FailsAt, alone, random_ids
 from spies import watched
 
 from lade import Engine, Stats, Step
 from lade.serving.handle import Handle
-from lade.testing import toy_model
-
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 30.0
 
 
 def step(index, *tokens):

@@ -9,7 +9,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import counters_of, prefill_runner_of, runner_of
-from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
+from serving_toys import LLAMA, SOON, VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
 from spies import failing
 
 from lade import Engine, LookaheadConfig
@@ -18,8 +18,6 @@ from lade.serving.capacity import Capacity, Need
 from lade.serving.running import RunningSet
 from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 60.0
 METHODS = (None, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=6))
 """With small trees, so that texts take most of the room."""
 

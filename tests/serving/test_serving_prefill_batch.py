@@ -3,7 +3,7 @@
 import pytest
 import torch
 from inside import steps_of
-from serving_toys import METHODS, VOCABULARY, Driven, FailsAt, random_ids
+from serving_toys import LLAMA, METHODS, VOCABULARY, Driven, FailsAt, random_ids
 from spies import failing, watched
 
 from lade import LookaheadConfig
@@ -13,7 +13,6 @@ from lade.model.runner import EagerRunner
 from lade.serving import batch
 from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GPT2 = toy_model("gpt2", vocabulary=VOCABULARY)
 LENGTHS = 14, 3, 20, 9, 20
 

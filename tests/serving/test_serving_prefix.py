@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import batch_of, prefix_cache_of, texts_of
 from peft import LoraConfig, get_peft_model
-from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
+from serving_toys import LLAMA, PAD, SOON, VOCABULARY, Driven, alone, at_rest, finished, random_ids
 from spies import failing, watched
 
 from lade import ConfigError, Engine, LookaheadConfig, UnsupportedArgumentError
@@ -28,10 +28,8 @@ from lade.model.kv_cache import TreeCache
 from lade.serving.prefix_cache import MIN_PREFIX, CachedLogits, CachedText, PrefixCache, RecordingDrafter
 from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 METHODS = (None, LookaheadConfig(0, 3, 4), LookaheadConfig(4, 2, 0), LookaheadConfig(budget=8))
 MEGABYTE = 2**20
-SOON = 60.0
 
 
 def whole(ids):
@@ -108,8 +106,7 @@ def test_no_more_is_kept_than_there_may_be():
     with Engine(LLAMA, prefix_cache=most) as engine:
         for number in range(12):
             ids = random_ids(40 + number, number)
-            handle = engine.add(ids, max_new_tokens=10, scope=str(number % 2))
-            handle.result(SOON)
+            handle = finished(engine.add(ids, max_new_tokens=10, scope=str(number % 2)))
             assert handle.tokens == alone(LLAMA, ids, max_new_tokens=10)
         told = at_rest(engine)
         engine.add(random_ids(400), max_new_tokens=1).result(SOON)  # is too large itself
@@ -124,8 +121,7 @@ def test_no_memory_for_copies_is_no_error(monkeypatch):
         assert at_rest(engine).prefix_texts == 1
         failing(monkeypatch, TreeCache, "copy_row", torch.OutOfMemoryError("no more"))
         ids = random_ids(50, 3)
-        handle = engine.add(ids, max_new_tokens=10)
-        handle.result(SOON)
+        handle = finished(engine.add(ids, max_new_tokens=10))
         assert handle.tokens == alone(LLAMA, ids, max_new_tokens=10) and at_rest(engine).prefix_texts == 0
 
 

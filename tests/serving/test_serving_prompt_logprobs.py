@@ -3,16 +3,12 @@
 import pytest
 import torch
 from families import FAMILIES, RECURRENT_FAMILIES
-from serving_toys import KNOWN_TO_THE_QUEUE, PAD, VOCABULARY, Driven, alone, random_ids
+from serving_toys import KNOWN_TO_THE_QUEUE, LLAMA, PAD, SOON, VOCABULARY, Driven, alone, finished, random_ids
 from spies import watched
 
 from lade import Engine, InputError, LookaheadConfig
 from lade.model.runner import EagerRunner
 from lade.serving import handle as client
-from lade.testing import toy_model
-
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 60.0
 
 
 def check(handle, model, ids, top):
@@ -48,8 +44,7 @@ def test_they_are_those_of_the_models_own_pass(small_pieces, top, lookahead):
             tokens = handle.result(SOON)[0, 40:].tolist()
             check(handle, LLAMA, ids, top)
             assert handle.cached_tokens == 0 and tokens == alone(LLAMA, ids, max_new_tokens=12)
-        handle = engine.add(ids, lookahead=lookahead, logprobs=1, **arguments)
-        handle.result(SOON)
+        handle = finished(engine.add(ids, lookahead=lookahead, logprobs=1, **arguments))
         assert handle.prompt_logprobs is None and handle.cached_tokens > 30
 
 
@@ -66,8 +61,7 @@ def test_they_are_those_of_any_model(monkeypatch, name):
     in_small_pieces(monkeypatch, model)
     ids = random_ids(23)
     with Engine(model) as engine:
-        handle = engine.add(ids, prompt_logprobs=2, max_new_tokens=3, pad_token_id=PAD)
-        handle.result(SOON)
+        handle = finished(engine.add(ids, prompt_logprobs=2, max_new_tokens=3, pad_token_id=PAD))
     check(handle, model, ids, 2)
 
 

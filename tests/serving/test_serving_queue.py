@@ -5,7 +5,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
-from serving_toys import PAD, SOON, VOCABULARY, FailsAt, Gate, alone, at_rest, new_tokens, random_ids
+from serving_toys import LLAMA, PAD, SOON, VOCABULARY, FailsAt, Gate, alone, at_rest, new_tokens, random_ids
 from spies import answered, watched
 
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError
@@ -13,8 +13,6 @@ from lade.hf import refusals
 from lade.serving import engine as engine_module
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
-
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 
 
 @pytest.fixture

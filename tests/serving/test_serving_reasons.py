@@ -4,14 +4,12 @@ import time
 
 import pytest
 import torch
-from serving_toys import PAD, VOCABULARY, Gate, alone, random_ids
+from serving_toys import LLAMA, PAD, SOON, VOCABULARY, Gate, alone, random_ids
 from transformers import StoppingCriteria
 
 from lade import Engine
 from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 30.0
 TEXT = alone(LLAMA, random_ids(5), max_new_tokens=30)
 FIFTH = next(number for number in range(5, 30) if TEXT[number] not in TEXT[:number])
 """Of the answer: a token that does not come before it."""

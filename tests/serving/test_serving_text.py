@@ -5,17 +5,14 @@ import random
 
 import pytest
 import torch
-from serving_toys import METHODS, PAD, VOCABULARY, alone, random_ids
+from serving_toys import LLAMA, METHODS, PAD, SOON, VOCABULARY, alone, finished, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade import Engine
 from lade.embedded import model_path
 from lade.hf.detokenizer import AnswerText
 from lade.server.sampling_parameters import Penalties
-from lade.testing import toy_model
 
-LLAMA = toy_model("llama", vocabulary=VOCABULARY)
-SOON = 60.0
 PROMPTS = ("Once upon a time", "def main(", "The café — naïve “quotes” 😀😀 ", "import")
 
 
@@ -227,6 +224,5 @@ def test_logprobs_are_those_of_the_raw_logits(arguments, method):
 
 def test_more_logprobs_than_there_are_ids():
     with Engine(LLAMA) as engine:
-        handle = engine.add(random_ids(3), max_new_tokens=3, logprobs=1000)
-        handle.result(SOON)
+        handle = finished(engine.add(random_ids(3), max_new_tokens=3, logprobs=1000))
         assert all(len(each.top) == VOCABULARY for step in handle for each in step.logprobs)

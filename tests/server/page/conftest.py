@@ -19,25 +19,22 @@ BUSY = ".answer[aria-busy=true]"
 
 @dataclass
 class Seen:
-    """A page, and what went wrong in it.
-
-    Attributes:
-        page: in Chromium.
-        errors: messages of the console, exceptions, dialogs.
-        requests: addresses that were asked for.
-        allowed: words of errors that a test provokes.
-        script: of a scripted server.
-    """
+    """A page in Chromium, and what went wrong in it."""
 
     page: Any
-    script: Script
-    errors: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-    allowed: list[str] = field(default_factory=list)
+    script: Script  # of a scripted server
+    errors: list[str] = field(default_factory=list)  # messages of the console, exceptions, dialogs
+    requests: list[str] = field(default_factory=list)  # addresses that were asked for
+    allowed: list[str] = field(default_factory=list)  # words of errors that a test provokes
 
     def say(self, text: str) -> None:
         self.page.get_by_label("Message", exact=True).fill(text)
         self.page.keyboard.press("Enter")
+
+    def ask(self, text: str) -> Any:
+        """The answer, once it is whole."""
+        self.say(text)
+        return self.answered()
 
     @property
     def answer(self) -> Any:

@@ -57,42 +57,27 @@ EVIL = """<img src=x onerror=alert(1)> and [a link](javascript:alert(2)) and ![p
 
 @dataclass
 class Script:
-    """What the server does, set by the tests.
+    """What the server does, set by the tests; and what it was asked.
 
-    Attributes:
-        answers: by what the last message says; others are answered with `POEM`. None: goes on until the client leaves.
-        key: asked for, if any.
-        state: of `/ready`.
-        refuse: answers every chat with this status and error, until it is None.
-        templated: whether the model has a chat template.
-        told: whether `/v1/models` says so.
-        defaults: what the server does where a request does not say.
-        page: what the page is to say then.
-        prompt_tokens: that each prompt is said to have.
-        guessed: sources of tokens that are guessed; none: each pass yields one token.
-        pause_s: between two steps.
-        asked: bodies of the requests so far.
-        running: answers that are streaming.
-        left: how many clients left amid an answer.
+    A message that is no key of `answers` is answered with `POEM`; an answer of None goes on until the client leaves.
     """
 
     answers: dict[str, str | None] = field(default_factory=lambda: {"evil": EVIL, "endless": None})
-    key: str | None = None
-    state: str = "ok"
-    refuse: tuple[int, dict[str, Any]] | None = None
-    templated: bool = True
-    told: bool = True
+    key: str | None = None  # asked for, if any
+    state: str = "ok"  # of `/ready`
+    refuse: tuple[int, dict[str, Any]] | None = None  # the status and error that every chat is answered with
+    templated: bool = True  # whether the model has a chat template
+    told: bool = True  # whether `/v1/models` says so
     defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.7, "max_tokens": 512})
-    page: dict[str, Any] = field(default_factory=dict)
-    prompt_tokens: int = 21
-    guessed: tuple[str, ...] = SOURCES
+    page: dict[str, Any] = field(default_factory=dict)  # what the page is to say where a request does not
+    guessed: tuple[str, ...] = SOURCES  # of tokens that are guessed; none: each pass yields one token
     thinks: str = ""
     breaks: bool = False
-    pause_s: float = 0.002
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    pause_s: float = 0.002  # between two steps
+    asked: list[dict[str, Any]] = field(default_factory=list)  # bodies of the requests so far
     sessions: list[str] = field(default_factory=list)
-    running: int = 0
-    left: int = 0
+    running: int = 0  # answers that are streaming
+    left: int = 0  # clients that left amid an answer
 
 
 def turn(role: str, content: str, **others: Any) -> dict[str, Any]:
@@ -199,7 +184,7 @@ class ScriptedServer:
             return
         told = {"seed": 7, "steps": len(steps) - 1, "queue_ms": 1.0, "prefill_ms": 12.0, "decode_ms": 340.0}
         yield frame(choice({}, member, finish="stop"), told)
-        yield frame({"choices": [], "usage": {"prompt_tokens": self.script.prompt_tokens, "completion_tokens": 99}})
+        yield frame({"choices": [], "usage": {"prompt_tokens": 21, "completion_tokens": 99}})
         yield "data: [DONE]\n\n"
 
 

@@ -1,7 +1,5 @@
 """Answers on the page: streamed, coloured, stopped, asked for again, kept."""
 
-from __future__ import annotations
-
 import pytest
 from scripted_server import POEM, turn
 
@@ -9,8 +7,7 @@ expect = pytest.importorskip("playwright.sync_api", reason="playwright is not in
 
 
 def test_an_answer_streams_and_its_tokens_have_the_colours_of_their_sources(seen):
-    seen.say("merge them")
-    answer = seen.answered()
+    answer = seen.ask("merge them")
     assert answer.locator("strong").inner_text() == "one pass"
     assert answer.locator("pre .hljs-keyword").first.inner_text() == "def"
     assert answer.locator("table th").count() == 3 and answer.locator("ol li").count() == 2
@@ -25,16 +22,12 @@ def test_an_answer_streams_and_its_tokens_have_the_colours_of_their_sources(seen
     assert answer.locator(".prose .token").first.inner_text() == "Here"  # the first token, which prefill yields
     assert "2.85 tokens per pass" in answer.locator("summary").last.inner_text()
     (body,) = seen.script.asked
-    assert (
-        body["stream"]
-        and body["lade"] == {"trace": True}
-        and body["messages"] == [{"role": "user", "content": "merge them"}]
-    )
+    assert body["stream"] and body["lade"] == {"trace": True}
+    assert body["messages"] == [{"role": "user", "content": "merge them"}]
 
 
 def test_every_token_stands_in_the_table_of_passes(seen):
-    seen.say("merge them")
-    seen.answered().locator(".steps summary").click()
+    seen.ask("merge them").locator(".steps summary").click()
     chips = seen.answer.locator(".chips .token").all_inner_texts()
     assert "".join(chips).replace("·", " ").replace("⏎", "\n") == POEM
     assert seen.answer.locator(".strip > span").count() == seen.answer.locator(".steps tbody tr").count()
@@ -42,8 +35,7 @@ def test_every_token_stands_in_the_table_of_passes(seen):
 
 
 def test_pointing_at_a_token_tells_its_source_and_shows_its_pass(seen):
-    seen.say("merge them")
-    token = seen.answered().locator(".prose .token:not(.own)").first
+    token = seen.ask("merge them").locator(".prose .token:not(.own)").first
     token.hover()
     step = token.get_attribute("data-step")
     expect(seen.page.locator("#tip")).to_contain_text(f"pass {step}: ")
@@ -55,8 +47,7 @@ def test_pointing_at_a_token_tells_its_source_and_shows_its_pass(seen):
 
 def test_passes_of_one_token_are_folded_to_one_quiet_line(seen):
     seen.script.guessed = ()
-    seen.say("merge them")
-    answer = seen.answered()
+    answer = seen.ask("merge them")
     expect(answer.locator(".strip")).to_be_hidden()
     expect(seen.page.locator("#legend")).to_be_hidden()
     line = answer.locator(".steps summary")
@@ -92,8 +83,7 @@ def test_an_answer_without_a_word_says_so_when_it_has_come(seen):
     seen.script.answers["say nothing"] = ""
     seen.say("say nothing")
     expect(seen.answer.locator(".note")).to_have_text("The model ended its answer without a word.")
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     expect(seen.page.locator(".note:visible")).to_have_count(1)
 
 
@@ -113,16 +103,14 @@ def test_stop_frees_the_row_and_keeps_what_came(seen):
 
 
 def test_a_conversation_is_there_after_a_reload_with_its_colours(seen):
-    seen.say("merge them")
-    painted = seen.answered().locator(".prose .token").count()
+    painted = seen.ask("merge them").locator(".prose .token").count()
     figures = seen.answer.locator(".steps summary").inner_text()
     seen.page.reload()
     assert seen.answered().locator(".prose .token").count() == painted
     assert seen.answer.locator(".steps summary").inner_text() == figures
     expect(seen.page.locator("#title")).to_have_text("merge them")
     seen.button("New chat").click()
-    seen.say("another")
-    seen.answered()
+    seen.ask("another")
     seen.page.locator("#conversations").get_by_role("button", name="merge them", exact=True).click()
     expect(seen.page.locator(".question")).to_have_text("merge them")
     sessions = seen.script.sessions
@@ -140,8 +128,7 @@ def test_an_answer_that_a_reload_cuts_is_kept_and_said_to_be_cut(seen):
 
 def test_reasoning_is_folded_and_painted(seen):
     seen.script.thinks = "The lists are sorted, so the first items are enough to look at."
-    seen.say("merge them")
-    answer = seen.answered()
+    answer = seen.ask("merge them")
     thought = answer.locator(".reasoning")
     expect(thought.locator(".prose")).to_be_hidden()
     thought.locator("summary").click()
@@ -157,8 +144,7 @@ def test_a_model_without_chat_template_continues_text(seen, told):
     seen.page.reload()
     if told:
         expect(seen.page.get_by_text("Begin a text")).to_be_visible()
-    seen.page.get_by_label("Message", exact=True).fill("def f():\n    ")
-    seen.page.keyboard.press("Enter")
+    seen.say("def f():\n    ")
     answer = seen.answered("```python")  # no Markdown
     assert answer.locator(".token.memory").count()
     seen.say("more")

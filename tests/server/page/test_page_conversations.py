@@ -1,7 +1,5 @@
 """Conversations on the page: their versions, names, files, and what the browser keeps of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -35,15 +33,13 @@ def test_answering_again_asks_the_same_again_and_keeps_both_answers(seen):
     seen.page.reload()
     expect(seen.answer).to_contain_text("The first.")
     expect(seen.answer.locator(".versions")).to_have_text("1 / 2")
-    seen.say("go on")
-    seen.answered()
+    seen.ask("go on")
     assert [message["content"] for message in seen.script.asked[-1]["messages"]] == ["name one", "The first.", "go on"]
 
 
 def test_an_edited_message_has_versions_with_all_that_followed(seen):
     for text in ("one", "two"):
-        seen.say(text)
-        seen.answered()
+        seen.ask(text)
     question = seen.page.locator(".question").first
     question.hover()
     question.get_by_role("button", name="Edit").click()
@@ -52,8 +48,7 @@ def test_an_edited_message_has_versions_with_all_that_followed(seen):
     expect(seen.page.locator("article")).to_have_count(2)
     seen.answered()
     assert [message["content"] for message in seen.script.asked[-1]["messages"]] == ["another"]
-    seen.say("more")
-    seen.answered()
+    seen.ask("more")
     question.get_by_role("button", name="Previous version").click()
     expect(seen.page.locator(".said")).to_have_text(["one", "two"])
     question.get_by_role("button", name="Next version").click()
@@ -96,8 +91,7 @@ def test_a_version_is_chosen_while_another_is_written(seen):
 
 
 def test_conversations_are_renamed_deleted_and_brought_back(seen):
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     choose(seen, "Rename", "Actions for merge them")
     seen.page.get_by_label("Name", exact=True).fill("lists")
     seen.page.keyboard.press("Enter")
@@ -111,8 +105,7 @@ def test_conversations_are_renamed_deleted_and_brought_back(seen):
 
 
 def test_a_menu_is_used_by_keys(seen):
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     seen.button("Actions").focus()
     press = seen.page.keyboard.press
     press("Enter")
@@ -128,17 +121,11 @@ def test_what_earlier_versions_of_the_page_kept_is_shown(seen):
     """They had no parents: each message follows the one before it."""
     answer = {"role": "assistant", "content": POEM, "finish": "stop", "seconds": 1.5, "usage": {"prompt_tokens": 9}}
     trace = [[1, "0", [4]], [17, "mmb", [3, 4, 4]], [17, "b", [len(POEM) - 15]]]
-    messages = [
-        {"role": "user", "content": "one"},
-        {**answer, "trace": trace},
-        {"role": "user", "content": "two"},
-        answer,
-    ]
-    seen.keep(messages=messages, system="Be brief.")
+    one, two = ({"role": "user", "content": content} for content in ("one", "two"))
+    seen.keep(messages=[one, {**answer, "trace": trace}, two, answer], system="Be brief.")
     expect(seen.page.locator(".said")).to_have_text(["one", "two"])
     expect(seen.page.locator(".answer").first.locator(".token.memory")).to_have_count(2)
-    seen.say("three")
-    seen.answered()
+    seen.ask("three")
     assert [message["role"] for message in seen.script.asked[-1]["messages"]][:2] == ["system", "user"]
     assert len(seen.script.asked[-1]["messages"]) == 6
 
@@ -169,8 +156,7 @@ def test_a_damaged_conversation_is_deleted(seen):
     expect(seen.page.locator("#conversations li")).to_have_count(0)
     seen.button("Undo").click()
     expect(seen.page.get_by_role("alert")).to_contain_text("cannot be shown")
-    seen.say("merge them")  # which begins another one
-    seen.answered()
+    seen.ask("merge them")  # which begins another one
     expect(seen.page.locator("#conversations li")).to_have_count(2)
 
 
@@ -208,8 +194,7 @@ def test_where_the_browser_has_no_room_older_conversations_lose_their_passes(see
             }
         }"""  # noqa: E501
     )
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     expect(seen.page.locator("#toast")).to_be_hidden()
     seen.page.reload()
     seen.answered()

@@ -1,7 +1,5 @@
 """The files of the chat page, without a browser: nothing comes from elsewhere, and nothing was changed."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tomllib

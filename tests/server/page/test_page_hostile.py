@@ -1,7 +1,5 @@
 """What models and strangers write cannot hurt the page: degenerate answers, markup, formulas."""
 
-from __future__ import annotations
-
 import pytest
 from scripted_server import turn
 
@@ -35,8 +33,7 @@ def test_a_degenerate_answer_is_plain_text_and_the_page_lives_on(seen, text):
         expect(seen.answer.locator(".note")).to_contain_text("Shown as plain text")
         expect(seen.page.locator(".answer").first.locator("em")).to_have_text("hi")
         seen.page.reload()
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
 
 
 @pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)

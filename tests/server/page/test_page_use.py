@@ -1,7 +1,5 @@
 """Settings, live rows, keys, names for those who do not see, small screens, themes."""
 
-from __future__ import annotations
-
 import pytest
 from scripted_server import POEM, turn
 
@@ -19,18 +17,11 @@ def test_settings_go_into_the_request_and_stay(seen):
     seen.page.reload()
     seen.button("Settings").click()
     seen.page.get_by_label("System prompt").fill("Be brief.")
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     (body,) = seen.script.asked
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
-    expected = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "seed": 7,
-        "max_tokens": 40,
-        "stop": ["END", "HALT"],
-        "lookahead": None,
-    }
+    sampling = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
+    expected = {**sampling, "max_tokens": 40, "stop": ["END", "HALT"], "lookahead": None}
     assert expected.items() <= body.items() and body["chat_template_kwargs"] == {"enable_thinking": False}
     seen.page.get_by_label("Lookahead").select_option("budget")
     seen.page.get_by_label("Tokens fed in each pass").fill("24")
@@ -46,20 +37,15 @@ def test_settings_go_into_the_request_and_stay(seen):
     assert set(seen.script.asked[-1]) == {"messages", "stream", "stream_options", "lade"}
 
 
-def test_the_defaults_of_the_server_are_shown_where_nothing_is_set(seen):
+def test_where_nothing_is_set_defaults_are_shown_and_a_checkpoint_that_asks_for_no_sampling_is_asked_greedily(seen):
     seen.button("Settings").click()
-    expect(seen.page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.7")
-    expect(seen.page.get_by_label("Longest answer")).to_have_attribute("placeholder", "512")
-    expect(seen.page.get_by_label("Seed")).to_have_attribute("placeholder", "random")
-
-
-def test_a_checkpoint_that_asks_for_no_sampling_is_asked_greedily(seen):
+    for label, default in {"Temperature": "0.7", "Longest answer": "512", "Seed": "random"}.items():
+        expect(seen.page.get_by_label(label)).to_have_attribute("placeholder", default)
     seen.script.page = {"temperature": 0}
     seen.page.reload()
     seen.button("Settings").click()
     expect(seen.page.get_by_label("Temperature")).to_have_attribute("placeholder", "0")
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     seen.page.get_by_label("Temperature").fill("0.5")
     seen.say("again")
     seen.until(lambda: len(seen.script.asked) == 2)
@@ -79,8 +65,7 @@ def test_the_form_of_the_answer_goes_into_the_request(seen):
     schema.fill('{"type": "object"}')
     schema.blur()
     expect(wrong).to_have_text("")
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     form.select_option("json")
     seen.say("merge them")
     seen.until(lambda: len(seen.script.asked) == 2)
@@ -103,8 +88,7 @@ def test_the_form_of_a_continued_text_goes_into_the_request(seen):
 
 
 def test_code_and_answers_are_copied(seen):
-    seen.say("merge them")
-    answer = seen.answered()
+    answer = seen.ask("merge them")
     answer.get_by_role("button", name="Copy the code").click()
     assert seen.page.evaluate("() => navigator.clipboard.readText()").startswith(
         "def merge(left, right):\n    merged = []\n"
@@ -135,8 +119,7 @@ def test_the_page_is_used_by_keys_alone(seen):
 
 
 def test_everything_that_is_pressed_or_filled_has_a_name(seen):
-    seen.say("merge them")
-    seen.answered()
+    seen.ask("merge them")
     seen.button("Settings").click()
     nameless = seen.page.evaluate(
         """() => [...document.querySelectorAll("button, input, textarea, select")]
@@ -152,9 +135,8 @@ PHONE = pytest.mark.parametrize(
 
 
 @PHONE
-def test_on_a_phone_nothing_is_wider_than_the_screen(seen):
-    seen.say("merge them")
-    seen.answered()
+def test_on_a_phone_nothing_is_wider_than_the_screen_and_the_model_has_its_name(seen):
+    seen.ask("merge them")
     wide = "() => document.documentElement.scrollWidth"
     assert seen.page.evaluate(wide) == 360
     expect(seen.page.locator("#sidebar")).to_be_hidden()
@@ -165,10 +147,6 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(seen):
     seen.button("Settings").click()
     assert seen.page.evaluate(wide) == 360
     seen.page.get_by_label("Close the settings").click()
-
-
-@PHONE
-def test_on_a_phone_the_name_of_the_model_is_seen(seen):
     expect(seen.page.locator("#model")).to_be_visible()
     expect(seen.page.locator("#model")).to_have_text("tiny-story-model")
     box = seen.page.locator("#model").bounding_box()
@@ -189,8 +167,7 @@ def test_fingers_have_44_pixels_for_all_that_is_pressed(seen):
     assert small() == []
     seen.script.thinks = "So."
     for _ in range(2):
-        seen.say("merge them")
-        seen.answered()
+        seen.ask("merge them")
     seen.button("Answer again").last.click()
     seen.answered()
     seen.answer.locator(".steps summary").click()

@@ -1,7 +1,5 @@
 """The page with the real server: what it shows is what the engine said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
